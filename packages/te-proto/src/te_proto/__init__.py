@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prototypes of plain and quantized tensors, and the registry of formats.
+
+Importing this package imports neither torch nor triton; names are resolved on first access.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from te_proto.__about__ import __version__
+
+if TYPE_CHECKING:
+    from te_proto.custom_op import custom_op
+    from te_proto.proto import TensorProto, eval_proto, to_tensor_proto
+    from te_proto.quantizer import BufferSpec, Quantizer, Recipe
+    from te_proto.registry import available_formats, describe, get_quantizer, get_recipe
+    from te_proto.spec import PROTOCOL, FormatSpec
+    from te_proto.storage import QuantizedStorage
+    from te_proto.tensor import QuantizedTensor, fallback
+
+_WHERE = {
+    "PROTOCOL": "spec",
+    "BufferSpec": "quantizer",
+    "FormatSpec": "spec",
+    "QuantizedStorage": "storage",
+    "QuantizedTensor": "tensor",
+    "Quantizer": "quantizer",
+    "Recipe": "quantizer",
+    "TensorProto": "proto",
+    "available_formats": "registry",
+    "custom_op": "custom_op",
+    "describe": "registry",
+    "eval_proto": "proto",
+    "fallback": "tensor",
+    "get_quantizer": "registry",
+    "get_recipe": "registry",
+    "to_tensor_proto": "proto",
+}
+
+__all__ = [
+    "PROTOCOL",
+    "BufferSpec",
+    "FormatSpec",
+    "QuantizedStorage",
+    "QuantizedTensor",
+    "Quantizer",
+    "Recipe",
+    "TensorProto",
+    "__version__",
+    "available_formats",
+    "custom_op",
+    "describe",
+    "eval_proto",
+    "fallback",
+    "get_quantizer",
+    "get_recipe",
+    "to_tensor_proto",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
