@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of all quantizers: frozen values that describe a layout and fill it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import typing
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch._opaque_base import OpaqueBase
+from typing_extensions import Self, dataclass_transform
+
+from te_proto._compat import register_value_type
+from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
+from te_proto.storage import FlattenContext, QuantizedStorage, register_class
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""High-precision dtypes a quantizer takes and a quantized tensor stands for."""
+
+_FIELD_TYPES = (bool, int, float, str)
+
+
+class BufferSpec(NamedTuple):
+    """One inner tensor before it exists: dense, row-major.
+
+    Attributes:
+        shape: sizes in elements of ``dtype``; may hold SymInts.
+        dtype: dtype of the buffer; raw codes and E8M0 scales are ``torch.uint8``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Quantizer(OpaqueBase):
+    """What a format does to a tensor, as a value: equal fields mean an equal quantizer.
+
+    A subclass is made a frozen, keyword-only dataclass and registered with torch as an opaque value
+    when it is defined. Its fields are its identity and may only be bool, int, float, str or Enum.
+    A format supplies the class attributes, :meth:`describe_buffers`, :meth:`check_shape`,
+    :meth:`quantize_impl`, :meth:`dequantize_impl` and :attr:`alignment`.
+
+    Attributes:
+        rowwise: produce the plane whose blocks run along the last axis.
+        columnwise: produce the plane whose blocks run along the rows.
+        internal: produce the bare storage, without autograd and torch ops, instead of the tensor.
+        optimize_for_gemm: allow layouts that only a GEMM reads, such as swizzled scales.
+    """
+
+    rowwise: bool = True
+    columnwise: bool = True
+    internal: bool = False
+    optimize_for_gemm: bool = False
+
+    format_name: ClassVar[str]
+    storage_class: ClassVar[type[QuantizedStorage]]
+    tensor_class: ClassVar[type[Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _define(cls)
+
+    def __post_init__(self) -> None:
+        for name, kind in type(self)._field_types().items():
+            value = getattr(self, name)
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                self._refuse(name, f"must be a {kind.__name__}", value)
+
+    @classmethod
+    def _field_types(cls) -> dict[str, type]:
+        types: dict[str, type] = cls.__dict__["_types"]
+        return types
+
+    def _refuse(self, option: str, rule: str, value: object, todo: str = "") -> typing.NoReturn:
+        """Raise the error of an option that the format does not have."""
+        msg = f"{self.format_name}: option {option} {rule}, got {value!r}{'; ' if todo else ''}{todo}"
+        raise QuantizerError(msg)
+
+    # -- what a format supplies -------------------------------------------------------------------
+
+    @abstractmethod
+    def describe_buffers(self, shape: Sequence[int]) -> dict[str, BufferSpec]:
+        """Return the inner tensors of a tensor of ``shape``, present ones only, in flatten order.
+
+        This is the only description of the layout: allocation, fakes, the flatten protocol,
+        checkpoints and memory plans are derived from it.
+
+        Args:
+            shape: logical shape, already accepted by :meth:`check_shape`; may hold SymInts.
+        """
+
+    @abstractmethod
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise :class:`te_proto.errors.ShapeError` if the planes that are on cannot hold ``shape``."""
+
+    @abstractmethod
+    def quantize_impl(self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None) -> dict[str, Tensor]:
+        """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
+
+        Args:
+            x: a plain tensor whose shape and dtype were checked; any strides.
+            out: write into these buffers instead of new ones, and return them.
+            noop: float32 scalar tensor; with ``out``, exactly 1.0 leaves every byte as it is.
+        """
+
+    @abstractmethod
+    def dequantize_impl(self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the plain tensor of ``shape`` and ``dtype`` that the buffers ``inner`` stand for."""
+
+    @property
+    @abstractmethod
+    def alignment(self) -> tuple[int, int]:
+        """Multiples that ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+        """Return the same quantizer for other usages; None keeps one as it is."""
+        return dataclasses.replace(
+            self,
+            rowwise=self.rowwise if rowwise is None else rowwise,
+            columnwise=self.columnwise if columnwise is None else columnwise,
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same quantizer with other options."""
+        return dataclasses.replace(self, **changes)
+
+    def state(self) -> dict[str, bool | int | float | str]:
+        """Return the fields as plain values; :meth:`from_state` rebuilds an equal quantizer."""
+        return {
+            name: value.name if isinstance(value, enum.Enum) else value
+            for name, value in ((name, getattr(self, name)) for name in type(self)._field_types())
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """Rebuild the quantizer whose :meth:`state` this is; fields it lacks take their defaults."""
+        types = cls._field_types()
+        if unknown := sorted(set(state) - set(types)):
+            msg = (
+                f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} does "
+                f"not have; install the version of the plugin that wrote it, or a newer one"
+            )
+            raise QuantizerError(msg)
+        kinds = ((name, types[name], value) for name, value in state.items())
+        return cls(**{n: k[v] if issubclass(k, enum.Enum) else v for n, k, v in kinds})
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """Return source that rebuilds this value and the classes it names (torch's protocol)."""
+        classes: dict[str, type] = {type(self).__name__: type(self)}
+        parts = []
+        for name, kind in type(self)._field_types().items():
+            value = getattr(self, name)
+            if isinstance(value, enum.Enum):
+                classes[kind.__name__] = kind
+                parts.append(f"{name}={kind.__name__}.{value.name}")
+            elif isinstance(value, float) and not math.isfinite(value):
+                parts.append(f"{name}=float('{value}')")
+            else:
+                parts.append(f"{name}={value!r}")
+        return f"{type(self).__name__}({', '.join(parts)})", classes
+
+    def _stable_hash_for_caching(self) -> str:
+        """Key of torch's compile caches; the default would look at the class only."""
+        return f"{type(self).__module__}:{self.__fx_repr__()[0]}"
+
+    # -- what the base gives ----------------------------------------------------------------------
+
+    def alloc_tensors(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
+        """Allocate the buffers of a tensor of ``shape``, uninitialised."""
+        self.check_shape(shape)
+        return {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            for name, spec in self.describe_buffers(shape).items()
+        }
+
+    def create_metadata(self, dtype: torch.dtype) -> FlattenContext:
+        """Return the flatten context of a tensor of nominal ``dtype`` that this quantizer makes."""
+        return FlattenContext(self.storage_class if self.internal else self.tensor_class, self, dtype)
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str,
+        requires_grad: bool = False,
+    ) -> Any:
+        """Return a quantized tensor with uninitialised buffers."""
+        from te_proto.proto import TensorProto  # proto builds on this module
+
+        return TensorProto(
+            shape=tuple(shape), dtype=dtype, quantizer=self, device=device, requires_grad=requires_grad
+        ).create_tensor()
+
+    def quantize(self, x: Tensor | QuantizedStorage) -> Any:
+        """Quantize ``x``; its gradient passes straight through.
+
+        Args:
+            x: float32, bfloat16 or float16, any strides and device; a quantized one is dequantized.
+
+        Returns:
+            ``tensor_class`` of ``x``'s shape and dtype, or ``storage_class`` if ``internal``.
+
+        Raises:
+            ShapeError: the planes that are on cannot hold the shape.
+            DtypeError: ``x`` has another dtype.
+            UsageError: neither rowwise nor columnwise is on.
+        """
+        plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
+        self._check_input(plain)
+        with torch.no_grad():
+            inner = self.quantize_impl(plain.detach())
+        out = self.create_metadata(plain.dtype).build(inner, plain.shape)
+        if not self.internal and torch.is_grad_enabled() and plain.requires_grad:
+            return torch.ops.te_proto.straight_through(plain, out)
+        return out
+
+    def quantize_into(self, x: Tensor | QuantizedStorage, out: QuantizedStorage, noop: Tensor | None = None) -> None:
+        """Quantize ``x`` into the buffers of ``out``, which keep their memory.
+
+        The layout is the one ``out`` has now; options that only change the arithmetic are this
+        quantizer's. Nothing is written unless all of it fits.
+
+        Args:
+            x: as for :meth:`quantize`; moved to ``out``'s device first.
+            out: quantized tensor or storage of the same shape.
+            noop: float32 scalar tensor on that device; exactly 1.0 leaves every byte as it is,
+                decided on the device.
+
+        Raises:
+            LayoutError: the buffers of ``out`` are not those this quantizer fills.
+        """
+        plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
+        self._check_input(plain)
+        if not isinstance(out, QuantizedStorage) or type(out.quantizer) is not type(self):
+            msg = f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
+            raise LayoutError(msg)
+        wanted, held = self.describe_buffers(plain.shape), out.inner()
+        found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
+        if plain.shape != out.shape or wanted != found:
+            msg = (
+                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers {list(wanted)} "
+                f"of {self}, got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
+                f"quantize into a tensor made by this quantizer"
+            )
+            raise LayoutError(msg)
+        if noop is not None and (noop.dtype != torch.float32 or noop.numel() != 1 or noop.device != out.device):
+            msg = (
+                f"{self.format_name}: noop must be one float32 element on {out.device}, "
+                f"got {noop.dtype} of shape {tuple(noop.shape)} on {noop.device}"
+            )
+            raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
+        with torch.no_grad():
+            self.quantize_impl(plain.detach().to(out.device), held, noop)
+        out.quantizer = self.replace(internal=out.quantizer.internal)
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dtype not in INPUT_DTYPES:
+            names = ", ".join(str(d)[6:] for d in INPUT_DTYPES)
+            msg = f"{self.format_name}: x must be one of {names}, got {str(x.dtype)[6:]}; cast it first"
+            raise DtypeError(msg)
+        if not (self.rowwise or self.columnwise):
+            msg = f"{self.format_name}: neither rowwise nor columnwise is on; turn one on with with_usage()"
+            raise UsageError(msg)
+        self.check_shape(x.shape)
+
+
+def _define(cls: type[Quantizer]) -> None:
+    """Make ``cls`` a frozen dataclass, check its fields and register it with torch."""
+    dataclass(frozen=True, kw_only=True)(cls)
+    hints = typing.get_type_hints(cls)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    for name, kind in types.items():
+        if kind not in _FIELD_TYPES and not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+            msg = (
+                f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, str "
+                f"or an Enum, so that quantizers are values; pass anything else as an argument of the call"
+            )
+            raise TypeError(msg)
+    cls._types = types  # type: ignore[attr-defined]  # read back by _field_types
+    register_class(cls)
+    register_value_type(cls, real=("with_usage", "replace"))
+
+
+_define(Quantizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which quantizer each operand of a layer gets.
+
+    Attributes:
+        name: shown in messages and tables, such as ``"mxfp8"``.
+        input: quantizer of a layer's input.
+        weight: quantizer of its weight.
+        grad_output: quantizer of the gradient that comes back.
+    """
+
+    name: str
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flatten base class: a handful of inner tensors that stand for one logical tensor."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from te_proto._rebuild import rebuild
+from te_proto.errors import LayoutError, PluginError, ShapeError, UnknownFormatError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from te_proto.quantizer import Quantizer
+
+InnerTensor = Annotated[Tensor | None, "inner tensor"]
+"""Annotation of an inner tensor: its name and place among the annotations are the flatten order."""
+
+_CLASSES: dict[str, type[Any]] = {}
+
+
+class _Sourced:
+    """Every storage class, as an attribute."""
+
+
+_LOCK = threading.Lock()
+
+
+class FlattenContext(NamedTuple):
+    """What the flatten protocol carries besides inner tensors; it holds no sizes.
+
+    Attributes:
+        cls: the class to rebuild.
+        quantizer: the quantizer that describes the layout.
+        dtype: nominal dtype, the one the logical tensor has.
+    """
+
+    cls: type[Any]
+    quantizer: Quantizer
+    dtype: torch.dtype
+
+    def build(self, inner: Mapping[str, Tensor], shape: Sequence[int], *, requires_grad: bool = False) -> Any:
+        """Assemble the tensor or storage from its inner tensors."""
+        if issubclass(self.cls, Tensor):
+            return self.cls(inner, self.quantizer, shape, self.dtype, requires_grad=requires_grad)
+        # dynamo constructs a plain object only of a class that it reaches from a global
+        return getattr(_Sourced, self.cls.class_key)(inner, self.quantizer, shape, self.dtype)
+
+
+class QuantizedStorage:
+    """Inner tensors, the quantizer that describes them now, and the logical shape.
+
+    A subclass annotates its inner tensors once, in flatten order::
+
+        class MXFP8Storage(QuantizedStorage):
+            rowwise_data: InnerTensor
+            rowwise_scale_inv: InnerTensor
+
+    and everything else follows: flattening, repr, pickling, moving, saving for backward. The
+    ``torch.Tensor`` of the format derives from it and from :class:`te_proto.QuantizedTensor`.
+
+    Attributes:
+        quantizer: describes the layout as it is now; it follows :meth:`update_usage`.
+        shape: logical shape, known whatever planes are held.
+        dtype: nominal dtype of the logical tensor.
+        device: device of the inner tensors.
+    """
+
+    inner_names: ClassVar[tuple[str, ...]] = ()
+    class_key: ClassVar[str]
+    quantizer: Quantizer
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names: dict[str, None] = {}
+        for base in reversed(cls.__mro__):
+            annotations = base.__dict__.get("__annotations__", {}) if issubclass(base, QuantizedStorage) else {}
+            names.update({n: None for n, a in annotations.items() if a is InnerTensor or str(a).endswith("InnerTensor")})
+        cls.inner_names = tuple(names)
+        register_class(cls)
+        cls.class_key = class_id(cls)
+        setattr(_Sourced, cls.class_key, cls)
+
+    def __init__(
+        self, inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.device = _device_of(inner)
+        self._set(inner, quantizer)
+
+    def _set(self, inner: Mapping[str, Tensor], quantizer: Quantizer) -> None:
+        if not torch.compiler.is_compiling():
+            check_layout(inner, quantizer, self.shape)
+        for name in self.inner_names:
+            setattr(self, name, inner.get(name))
+        self.quantizer = quantizer
+
+    # -- the flatten protocol ---------------------------------------------------------------------
+
+    def inner(self) -> dict[str, Tensor]:
+        """Return the inner tensors that are present, in flatten order."""
+        return {n: t for n, t in ((n, getattr(self, n)) for n in self.inner_names) if t is not None}
+
+    def __tensor_flatten__(self) -> tuple[list[str], FlattenContext]:
+        return list(self.inner()), FlattenContext(type(self), self.quantizer, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], context: FlattenContext, outer_size: Sequence[int], outer_stride: object
+    ) -> Any:
+        return context.build(inner, outer_size)
+
+    def like(self, inner: Mapping[str, Tensor], *, quantizer: Quantizer | None = None, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return a tensor or storage of this class around other inner tensors."""
+        context = FlattenContext(type(self), quantizer or self.quantizer, dtype or self.dtype)
+        result: Self = context.build(inner, self.shape if shape is None else shape)
+        return result
+
+    # -- usages -----------------------------------------------------------------------------------
+
+    def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+        """Return the tensor with other planes, sharing the buffers that stay.
+
+        Raises:
+            UsageError: a plane is asked for that is not held and cannot be derived.
+        """
+        quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        return self.like(self._planes(quantizer), quantizer=quantizer)
+
+    def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Drop or add planes in place; None keeps one as it is. The quantizer follows.
+
+        Raises:
+            UsageError: a plane is asked for that is not held and cannot be derived.
+        """
+        quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        self._set(self._planes(quantizer), quantizer)
+
+    def _planes(self, quantizer: Quantizer) -> dict[str, Tensor]:
+        held = self.inner()
+        wanted = list(quantizer.describe_buffers(self.shape))
+        missing = [name for name in wanted if name not in held]
+        if missing:
+            held.update(self.derive_inner(quantizer, missing))
+        return {name: held[name] for name in wanted}
+
+    def derive_inner(self, quantizer: Quantizer, missing: list[str]) -> dict[str, Tensor]:
+        """Compute the ``missing`` buffers of ``quantizer`` from those held; a format may override."""
+        msg = (
+            f"{quantizer.format_name}: the tensor does not hold {', '.join(missing)} and they cannot be derived from "
+            f"{', '.join(self.inner()) or 'nothing'}; quantize the high-precision tensor with that usage"
+        )
+        raise UsageError(msg)
+
+    # -- what a format may override: layout of views ----------------------------------------------
+
+    def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
+        """Return the inner tensors of a view of ``shape``, or None if a block would be cut."""
+        return self.inner() if tuple(shape) == tuple(self.shape) else None
+
+    def narrow_inner(self, dim: int, start: int, length: int) -> dict[str, Tensor]:
+        """Return the inner tensors of ``length`` entries from ``start`` of axis ``dim``.
+
+        Raises:
+            ShapeError: a block would be cut.
+        """
+        msg = (
+            f"{self.quantizer.format_name}: a slice of axis {dim} does not keep the quantized form; "
+            f"call .dequantize() first"
+        )
+        raise ShapeError(msg)
+
+    @classmethod
+    def cat_inner(cls, tensors: Sequence[Self], dim: int) -> dict[str, Tensor] | None:
+        """Return the inner tensors of the concatenation, or None if blocks would not stay whole."""
+        return None
+
+    def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]] | None:
+        """Return quantizer and inner tensors of the 2-D transpose, or None if it is not exact."""
+        return None
+
+    # -- values, moving, saving -------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the plain tensor this one stands for, in ``dtype`` or the nominal dtype.
+
+        Raises:
+            UsageError: no plane is held.
+        """
+        inner = self.inner()
+        if not inner:
+            msg = f"{self.quantizer.format_name}: the tensor holds no plane, so there is nothing to dequantize"
+            raise UsageError(msg)
+        return self.quantizer.dequantize_impl(inner, self.shape, dtype or self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the inner tensors."""
+        return sum(t.nbytes for t in self.inner().values())
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False) -> Self:
+        """Return the storage with every inner tensor on ``device``."""
+        moved = {n: t.to(device, non_blocking=non_blocking, copy=copy) for n, t in self.inner().items()}
+        return self.like(moved)
+
+    def numel(self) -> int:
+        """Elements of the logical tensor."""
+        return self.shape.numel()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        # no values: a large tensor in a log line costs nothing, and a fake one has none
+        buffers = ", ".join(f"{n}={str(t.dtype)[6:]}{list(t.shape)}" for n, t in self.inner().items())
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={str(self.dtype)[6:]}, "
+            f"device={self.device}, quantizer={self.quantizer}, {buffers or 'no plane'})"
+        )
+
+    def _extra_state(self) -> dict[str, Any]:
+        own = {*self.inner_names, "quantizer", "shape", "dtype", "device"}
+        return {k: v for k, v in self.__dict__.items() if k not in own}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        tensor = isinstance(self, Tensor)
+        return rebuild, (
+            class_id(type(self)),
+            class_id(type(self.quantizer)),
+            self.quantizer.state(),
+            self.inner(),
+            tuple(self.shape),
+            self.dtype,
+            bool(tensor and self.requires_grad),  # type: ignore[attr-defined]
+            self._extra_state(),
+        )
+
+
+def class_id(cls: type[Any]) -> str:
+    """Return ``"module:Name"``, by which checkpoints and messages know a class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def register_class(cls: type[Any]) -> None:
+    """Make ``cls`` known by its id.
+
+    Raises:
+        PluginError: another class has that id.
+    """
+    key = class_id(cls)
+    with _LOCK:
+        if _CLASSES.setdefault(key, cls) is not cls:
+            msg = f"two classes claim the name {key!r}; rename one, or do not import the module twice"
+            raise PluginError(msg)
+
+
+def find_class(key: str) -> Any:
+    """Return the storage, tensor or quantizer class of that id, loading its plugin if need be.
+
+    Only a class that is loaded or that an installed format names is found: a file cannot have an
+    arbitrary module imported.
+
+    Raises:
+        UnknownFormatError: no installed format has it; the message says what to install.
+    """
+    if key not in _CLASSES:
+        from te_proto import registry  # only a checkpoint read before its plugin needs it
+
+        for name in registry.available_formats():
+            spec = registry.describe(name)
+            if key in (spec.tensor, spec.storage, spec.quantizer):
+                return registry.resolve(key)
+        distribution = key.split(":")[0].split(".")[0].replace("_", "-")
+        msg = f"no installed format provides the class {key!r}; install it with: pip install {distribution}"
+        raise UnknownFormatError(msg)
+    return _CLASSES[key]
+
+
+def check_layout(inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Sequence[int]) -> None:
+    """Raise :class:`LayoutError` unless ``inner`` is what ``quantizer`` describes for ``shape``."""
+    described = quantizer.describe_buffers(shape)
+    if list(inner) != list(described):
+        msg = (
+            f"{quantizer.format_name}: a tensor of shape {tuple(shape)} needs the inner tensors {list(described)} "
+            f"in this order, got {list(inner)}"
+        )
+        raise LayoutError(msg)
+    devices = {t.device for t in inner.values()}
+    if len(devices) > 1:
+        msg = f"{quantizer.format_name}: inner tensors must share one device, got {sorted(map(str, devices))}"
+        raise LayoutError(msg)
+    for name, spec in described.items():
+        tensor = inner[name]
+        if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype or not tensor.is_contiguous():
+            msg = (
+                f"{quantizer.format_name}: {name} of a tensor of shape {tuple(shape)} must be a contiguous {spec.dtype} "
+                f"of shape {tuple(spec.shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)} "
+                f"and strides {tensor.stride()}"
+            )
+            raise LayoutError(msg)
+
+
+def _device_of(inner: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(inner.values())).device if inner else torch.device("cpu")
+
+
+def prepare_for_saving(*tensors: Tensor | QuantizedStorage | None) -> tuple[list[Tensor | None], list[Any]]:
+    """Split tensors into plain ones that autograd can save and what rebuilds the rest.
+
+    ``None`` and ``torch.Tensor`` objects, wrappers included, are one entry each. A bare storage
+    becomes its inner tensors. :func:`restore_from_saved` is the inverse.
+
+    Returns:
+        The flat list for ``ctx.save_for_backward`` and the objects to keep on ``ctx``.
+    """
+    flat: list[Tensor | None] = []
+    objects: list[Any] = []
+    for tensor in tensors:
+        if tensor is None or isinstance(tensor, Tensor):
+            flat.append(tensor)
+            objects.append(None)
+        else:
+            names, context = tensor.__tensor_flatten__()
+            flat.extend(getattr(tensor, name) for name in names)
+            objects.append((names, context, tensor.shape))
+    return flat, objects
+
+
+def restore_from_saved(objects: Iterable[Any], saved: Sequence[Tensor | None]) -> list[Any]:
+    """Rebuild what :func:`prepare_for_saving` split."""
+    out: list[Any] = []
+    at = 0
+    for entry in objects:
+        if entry is None:
+            out.append(saved[at])
+            at += 1
+        else:
+            names, context, shape = entry
+            out.append(context.build(dict(zip(names, saved[at:], strict=False)), shape))
+            at += len(names)
+    return out
+
+
+torch.serialization.add_safe_globals([rebuild])
