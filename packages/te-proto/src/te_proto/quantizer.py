@@ -253,7 +253,7 @@ class Quantizer(OpaqueBase):
         if not isinstance(out, QuantizedStorage) or type(out.quantizer) is not type(self):
             msg = f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
             raise LayoutError(msg)
-        wanted, held = self.describe_buffers(plain.shape), out.inner()
+        wanted, held = self.describe_buffers(plain.shape), QuantizedStorage.inner(out)
         found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
         if plain.shape != out.shape or wanted != found:
             msg = (
@@ -270,7 +270,9 @@ class Quantizer(OpaqueBase):
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
         with torch.no_grad():
             self.quantize_impl(plain.detach().to(out.device), held, noop)
-        out.quantizer = self.replace(internal=out.quantizer.internal)
+        now = self.replace(internal=out.quantizer.internal)
+        if now != out.quantizer:
+            out.quantizer = now
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:

@@ -142,6 +142,9 @@ class QuantizedStorage:
         Raises:
             UsageError: a plane is asked for that is not held and cannot be derived.
         """
+        if isinstance(self, Tensor) and torch.compiler.is_compiling():
+            msg = f"{self.quantizer.format_name}: a compiled graph cannot see a plane dropped in place; use with_usage()"
+            raise UsageError(msg)
         quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         self._set(self._planes(quantizer), quantizer)
 
@@ -205,7 +208,7 @@ class QuantizedStorage:
     @property
     def nbytes(self) -> int:
         """Bytes held by the inner tensors."""
-        return sum(t.nbytes for t in self.inner().values())
+        return sum(t.numel() * t.itemsize for t in self.inner().values())  # .nbytes refuses SymInts
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False) -> Self:
         """Return the storage with every inner tensor on ``device``."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from te_proto._ops import handlers
@@ -247,26 +247,22 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
 
 def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on dequantized arguments; requantize what it wrote into."""
-    written: list[tuple[QuantizedTensor, Tensor]] = []
-    by_id: dict[int, Tensor] = {}
-
-    def plain(q: QuantizedTensor) -> Tensor:
-        if id(q) not in by_id:
+    plain: dict[int, Tensor] = {}
+    for q in tree_leaves((args, kwargs)):
+        if isinstance(q, QuantizedTensor) and id(q) not in plain:
             _announce(func, q)
-            by_id[id(q)] = QuantizedStorage.dequantize(q)
-        return by_id[id(q)]
+            plain[id(q)] = QuantizedStorage.dequantize(q)
 
     schema = func._schema.arguments
     given = {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
     targets = [given[a.name] for a in schema if a.alias_info and a.alias_info.is_write and a.name in given]
-    tree_map_only(QuantizedTensor, lambda q: written.append((q, plain(q))), targets)
-
-    args, kwargs = tree_map_only(QuantizedTensor, plain, (args, kwargs))
+    args, kwargs = tree_map_only(QuantizedTensor, lambda q: plain[id(q)], (args, kwargs))
     out = func(*args, **kwargs)
-    for q, value in written:
-        q.quantize_(value)
-    originals = {id(value): q for q, value in written}
-    return tree_map_only(Tensor, lambda t: originals.get(id(t), t), out)
+
+    written = {id(plain[id(q)]): q for q in tree_leaves(targets) if isinstance(q, QuantizedTensor)}
+    for q in written.values():
+        q.quantize_(plain[id(q)])
+    return tree_map_only(Tensor, lambda t: written.get(id(t), t), out)
 
 
 def _announce(func: Any, q: QuantizedTensor) -> None:

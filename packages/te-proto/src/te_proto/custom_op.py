@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.library ops over quantized tensors, described once.
+
+torch sees an op on flat lists, ``(Tensor[] tensors, SymInt[] sizes, Call call) -> Tensor[]``, or
+``(..., Tensor(a!)[] mutated) -> ()`` if it writes into arguments: sizes travel where symbolic ones are legal, and :class:`Call` is a value without sizes that
+says what the lists mean. The fake allocates what ``outputs`` describes; there is no hand-written twin.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._library.opaque_object import get_opaque_type_name
+from torch._opaque_base import OpaqueBase
+
+from te_proto._compat import register_value_type
+from te_proto.errors import LayoutError, UsageError
+from te_proto.proto import TensorProto, to_tensor_proto
+from te_proto.quantizer import Quantizer
+from te_proto.storage import FlattenContext, QuantizedStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_CONSTANTS = (bool, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Call(OpaqueBase):
+    """What the flat lists of one call mean: an entry for each argument, primitives and classes only."""
+
+    entries: tuple[tuple[Any, ...], ...]
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """Return source that rebuilds this value and the classes it names (torch's protocol)."""
+        classes: dict[str, type] = {"Call": Call}
+        return f"Call({_source(self.entries, classes)})", classes
+
+    def _stable_hash_for_caching(self) -> str:
+        return self.__fx_repr__()[0]
+
+
+register_value_type(Call, real=())
+
+
+def _source(value: Any, classes: dict[str, type]) -> str:
+    if isinstance(value, tuple):
+        return f"({''.join(_source(v, classes) + ', ' for v in value)})"
+    if isinstance(value, Quantizer):
+        return f"{_source(type(value), classes)}.from_state({value.state()!r})"
+    if isinstance(value, type):
+        # classes of one name from two modules must not be mixed up
+        alias = f"{value.__module__}.{value.__qualname__}".replace(".", "_").replace("<locals>", "")
+        classes[alias] = value
+        return alias
+    if isinstance(value, float):
+        return f"float('{value!r}')"
+    return repr(value)
+
+
+class CustomOp:
+    """A torch.library op whose arguments and results may be quantized; see :func:`custom_op`."""
+
+    def __init__(
+        self, name: str, fn: Callable[..., Any], outputs: Callable[..., Any], mutates: Sequence[str]
+    ) -> None:
+        parameters = inspect.signature(fn).parameters
+        if unknown := sorted(set(mutates) - set(parameters)):
+            msg = f"{name}: mutates names {unknown}, but the arguments are {list(parameters)}"
+            raise TypeError(msg)
+        self.name = name
+        self._fn = fn
+        self._outputs = outputs
+        self._names = tuple(parameters)
+        self._defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        self._mutates = tuple(mutates)
+        self.__doc__ = fn.__doc__
+        namespace, _, op = name.partition("::")
+        self._lib = torch.library.Library(namespace, "FRAGMENT")
+        tail = ", Tensor(a!)[] mutated) -> ()" if mutates else ") -> Tensor[]"
+        self._lib.define(f"{op}(Tensor[] tensors, SymInt[] sizes, {get_opaque_type_name(Call)} call{tail}")
+        self._lib.impl(op, self._real, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, self._fake, lib=self._lib)
+        self._op = getattr(getattr(torch.ops, namespace), op)
+        self._differentiable = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the op: eagerly, on fakes, or traced into a graph."""
+        values = self._bind(args, kwargs)
+        tensors: list[Tensor] = []
+        mutated: list[Tensor] = []
+        sizes: list[int] = []
+        entries = []
+        for name, value in zip(self._names, values, strict=True):
+            if self._differentiable and isinstance(value, QuantizedStorage) and isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                msg = f"{self.name}: {name} is quantized and requires grad, which an op cannot pass on; detach() or dequantize() it"
+                raise UsageError(msg)
+            entries.append(_flatten(name, value, mutated if name in self._mutates else tensors, sizes))
+        if self._mutates:
+            self._op(tensors, sizes, Call(tuple(entries)), mutated)
+            return None
+        flat = self._op(tensors, sizes, Call(tuple(entries)))
+        protos = self._outputs(*[_proto(v) for v in values])
+        return _assemble(protos, flat)
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None) -> None:
+        """Give the op a gradient, for its plain floating-point arguments and results.
+
+        Args:
+            backward: ``(ctx, *grads)``, a gradient for each result (None for a quantized one), returns
+                a gradient or None for each argument.
+            setup_context: ``(ctx, inputs, output)`` with the arguments and results as the caller sees them.
+        """
+
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+            ctx._te_sizes, ctx._te_call = len(inputs[1]), inputs[2]
+            values = self._unflatten(*inputs)
+            protos = self._outputs(*[_proto(v) for v in values])
+            ctx._te_counts = [len(p.inner_names()) for p in _each(protos)]
+            if setup_context is not None:
+                setup_context(ctx, tuple(values), _assemble(protos, output))
+
+        def run(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, list[None], None]:
+            at, of_results = 0, []
+            for count in ctx._te_counts:
+                of_results.append(grads[at] if count == 1 else None)
+                at += count
+            of_arguments = backward(ctx, *of_results)
+            if not isinstance(of_arguments, tuple):
+                of_arguments = (of_arguments,)
+            flat: list[Tensor | None] = []
+            for entry, grad in zip(ctx._te_call.entries, of_arguments, strict=True):
+                if entry[0] == "plain":
+                    flat.append(grad)
+                elif entry[0] == "quantized":
+                    flat.extend([None] * len(entry[1]))
+            return flat, [None] * ctx._te_sizes, None
+
+        torch.library.register_autograd(self.name, run, setup_context=setup, lib=self._lib)
+        self._differentiable = True
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        if len(args) > len(self._names) or any(n not in self._names for n in kwargs) or len(given) != len(self._names):
+            msg = f"{self.name}: takes the arguments {self._names}, got {len(args)} positional and {tuple(kwargs)}"
+            raise TypeError(msg)
+        return [given[n] for n in self._names]
+
+    def _real(self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()) -> list[Tensor]:
+        values = self._unflatten(tensors, sizes, call, mutated)
+        result = self._fn(*values)
+        if os.environ.get("TE_PROTO_CHECK") == "1":
+            check_results(self.name, self._outputs(*[_proto(v) for v in values]), result, [*tensors, *mutated])
+        flat: list[Tensor] = []
+        for value in _each(result):
+            flat.extend(value.inner().values() if isinstance(value, QuantizedStorage) else [value])
+        return flat
+
+    def _fake(self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()) -> list[Tensor]:
+        values = self._unflatten(tensors, sizes, call, mutated)
+        protos = self._outputs(*[_proto(v) for v in values])
+        return [tensor for proto in _each(protos) for tensor in proto.create_inner_tensors()]
+
+    def _unflatten(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], call: Call, mutated: Sequence[Tensor] = ()
+    ) -> list[Any]:
+        """Rebuild the arguments; the inverse of :func:`_flatten` over all of them."""
+        plain, written, numbers = iter(tensors), iter(mutated), iter(sizes)
+        values: list[Any] = []
+        for name, (kind, *rest) in zip(self._names, call.entries, strict=True):
+            source = written if name in self._mutates else plain
+            if kind == "plain":
+                values.append(next(source))
+            elif kind == "quantized":
+                inner_names, cls, quantizer, dtype, rank = rest
+                inner = {n: next(source) for n in inner_names}
+                shape = tuple(next(numbers) for _ in range(rank))
+                values.append(FlattenContext(cls, quantizer, getattr(torch, dtype)).build(inner, shape))
+            elif kind == "int":
+                values.append(next(numbers))
+            elif kind == "ints":
+                values.append(tuple(next(numbers) for _ in range(rest[0])))
+            elif kind == "dtype":
+                values.append(getattr(torch, rest[0]))
+            elif kind == "device":
+                values.append(torch.device(rest[0]))
+            else:
+                values.append(rest[0])
+        return values
+
+
+def custom_op(
+    name: str, *, outputs: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], CustomOp]:
+    """Make a function on plain and quantized tensors one torch.library op.
+
+    ::
+
+        @te_proto.custom_op("mylib::scale", outputs=lambda q, factor: q)
+        def scale(q, factor): ...
+
+    Arguments may be plain tensors, quantized tensors, bare storages, quantizers, None, ints (symbolic
+    ones too), sequences of ints, bool, float, str, ``torch.dtype`` and ``torch.device``. The function
+    must return new tensors.
+
+    Args:
+        name: ``"namespace::op"``.
+        outputs: maps the arguments, tensors replaced by their :class:`TensorProto`, to the prototype
+            of the result, a tuple of them, or None for no result. It is the only description: the
+            fake is derived from it, and with ``TE_PROTO_CHECK=1`` each real result is checked.
+        mutates: names of the arguments whose tensors the function writes into.
+    """
+
+    def wrap(fn: Callable[..., Any]) -> CustomOp:
+        return CustomOp(name, fn, outputs, mutates)
+
+    return wrap
+
+
+def _flatten(name: str, value: Any, tensors: list[Tensor], sizes: list[int]) -> tuple[Any, ...]:
+    if isinstance(value, QuantizedStorage):
+        inner = QuantizedStorage.inner(value)  # a method of a traced tensor would be an opaque call
+        tensors.extend(inner.values())
+        sizes.extend(value.shape)
+        return ("quantized", tuple(inner), type(value), value.quantizer, str(value.dtype)[6:], len(value.shape))
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ("plain",)
+    if isinstance(value, Quantizer):
+        return ("const", value)
+    if isinstance(value, _CONSTANTS):
+        return ("const", value)
+    if isinstance(value, (int, torch.SymInt)):
+        sizes.append(value)
+        return ("int",)
+    if isinstance(value, torch.dtype):
+        return ("dtype", str(value)[6:])
+    if isinstance(value, torch.device):
+        return ("device", str(value))
+    if isinstance(value, (tuple, list)):  # torch.Size too
+        sizes.extend(value)
+        return ("ints", len(value))
+    msg = (
+        f"argument {name} is a {type(value).__name__}; an op takes tensors, quantizers, None, numbers, strings, "
+        f"dtypes, devices and sequences of ints"
+    )
+    raise TypeError(msg)
+
+
+def _proto(value: Any) -> Any:
+    return to_tensor_proto(value) if isinstance(value, (Tensor, QuantizedStorage)) else value
+
+
+def _each(result: Any) -> Iterator[Any]:
+    if result is not None:
+        yield from result if isinstance(result, (tuple, list)) else (result,)
+
+
+def _assemble(protos: Any, flat: Sequence[Tensor]) -> Any:
+    if protos is None:
+        return None
+    out, at = [], 0
+    for proto in protos if isinstance(protos, (tuple, list)) else (protos,):
+        names = proto.inner_names()
+        # gradients are autograd's: a result carries the flag its op gave it
+        out.append(proto.replace(requires_grad=False).assemble(flat[at : at + len(names)]))
+        at += len(names)
+    return tuple(out) if isinstance(protos, (tuple, list)) else out[0]
+
+
+def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor] = ()) -> None:
+    """Raise unless ``results`` are what ``protos`` say: class, buffers, order, shape, stride, dtype, device.
+
+    Raises:
+        LayoutError: naming the result and the property that differs.
+    """
+    wanted, found = list(_each(protos)), list(_each(results))
+    if len(wanted) != len(found):
+        msg = f"{name}: outputs describes {len(wanted)} results, the op returned {len(found)}"
+        raise LayoutError(msg)
+    held = {t.data_ptr() for t in inputs if t.numel() and t.device.type != "meta"}
+    for i, (proto, result) in enumerate(zip(wanted, found, strict=True)):
+        real = to_tensor_proto(result)
+        for what in ("shape", "dtype", "quantizer", "device"):
+            if getattr(proto, what) != getattr(real, what):
+                msg = f"{name}: {what} of result {i} is described as {getattr(proto, what)}, got {getattr(real, what)}"
+                raise LayoutError(msg)
+        inner = result.inner() if isinstance(result, QuantizedStorage) else {"data": result}
+        for buffer, (key, spec) in zip(inner.items(), proto.inner_specs().items(), strict=True):
+            got = (buffer[0], tuple(buffer[1].shape), buffer[1].dtype, buffer[1].is_contiguous())
+            if got != (key, tuple(spec.shape), spec.dtype, True):
+                msg = f"{name}: result {i} is described with {key} {spec}, got {got}"
+                raise LayoutError(msg)
+            if buffer[1].data_ptr() in held:
+                msg = f"{name}: {key} of result {i} is an argument; return a new tensor"
+                raise LayoutError(msg)
