@@ -151,17 +151,25 @@ class CustomOp:
             raise TypeError(msg)
         return [given[n] for n in self._names]
 
-    def _real(self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _real(
+        self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()
+    ) -> list[Tensor] | None:
         values = self._unflatten(tensors, sizes, call, mutated)
         result = self._fn(*values)
+        if self._mutates:
+            return None
         if os.environ.get("TE_PROTO_CHECK") == "1":
-            check_results(self.name, self._outputs(*[_proto(v) for v in values]), result, [*tensors, *mutated])
+            check_results(self.name, self._outputs(*[_proto(v) for v in values]), result, tensors)
         flat: list[Tensor] = []
         for value in _each(result):
             flat.extend(value.inner().values() if isinstance(value, QuantizedStorage) else [value])
         return flat
 
-    def _fake(self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _fake(
+        self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()
+    ) -> list[Tensor] | None:
+        if self._mutates:
+            return None
         values = self._unflatten(tensors, sizes, call, mutated)
         protos = self._outputs(*[_proto(v) for v in values])
         return [tensor for proto in _each(protos) for tensor in proto.create_inner_tensors()]
@@ -195,7 +203,7 @@ class CustomOp:
 
 
 def custom_op(
-    name: str, *, outputs: Callable[..., Any], mutates: Sequence[str] = ()
+    name: str, *, outputs: Callable[..., Any] | None = None, mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], CustomOp]:
     """Make a function on plain and quantized tensors one torch.library op.
 
@@ -211,13 +219,18 @@ def custom_op(
     Args:
         name: ``"namespace::op"``.
         outputs: maps the arguments, tensors replaced by their :class:`TensorProto`, to the prototype
-            of the result, a tuple of them, or None for no result. It is the only description: the
-            fake is derived from it, and with ``TE_PROTO_CHECK=1`` each real result is checked.
-        mutates: names of the arguments whose tensors the function writes into.
+            of the result or a tuple of them. It is the only description: the fake is derived from it,
+            and with ``TE_PROTO_CHECK=1`` each real result is checked.
+        mutates: names of the arguments whose tensors the function writes into; such an op has no
+            result and no ``outputs``.
     """
 
+    if (outputs is None) == (not mutates):
+        msg = f"{name}: an op either has outputs, a function of prototypes, or names the arguments it mutates"
+        raise TypeError(msg)
+
     def wrap(fn: Callable[..., Any]) -> CustomOp:
-        return CustomOp(name, fn, outputs, mutates)
+        return CustomOp(name, fn, outputs or (lambda *args: None), mutates)
 
     return wrap
 

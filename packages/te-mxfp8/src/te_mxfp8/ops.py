@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which code runs: the Triton kernels on CUDA tensors, the reference everywhere else.
+
+The kernels are ops, so that a CUDA graph keeps them whole and a fake answers from the layout alone.
+The reference is not: Inductor fuses it with its neighbours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from te_proto.custom_op import custom_op
+from te_proto.proto import TensorProto
+from te_proto.storage import QuantizedStorage
+
+from te_mxfp8 import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from te_mxfp8.quantizer import MXFP8Quantizer
+    from te_mxfp8.tensor import MXFP8Storage
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _runs_kernels(tensor: Tensor) -> bool:
+    return _HAS_TRITON and tensor.device.type == "cuda"
+
+
+def quantize(
+    x: Tensor, quantizer: MXFP8Quantizer, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the buffers of ``x``, new ones or ``out``."""
+    internal = quantizer.replace(internal=True)
+    if _runs_kernels(x):
+        if out is None:
+            return QuantizedStorage.inner(quantize_op(x, internal))
+        quantize_into_op(x, internal.create_metadata(x.dtype).build(out, x.shape), noop)
+        return out
+    buffers = reference.quantize(
+        x,
+        dtype=quantizer.dtype,
+        rowwise=quantizer.rowwise,
+        columnwise=quantizer.columnwise,
+        two_d=quantizer.with_2d_quantization,
+        swizzled=quantizer.optimize_for_gemm,
+    )
+    if out is None:
+        return buffers
+    for name, buffer in out.items():
+        buffer.copy_(buffers[name] if noop is None else torch.where(noop == 1.0, buffer, buffers[name]))
+    return out
+
+
+def dequantize(storage: MXFP8Storage, quantizer: MXFP8Quantizer, dtype: torch.dtype) -> Tensor:
+    """Return the plain tensor; the rowwise plane is read if it is held."""
+    columnwise = storage.rowwise_data is None
+    data = storage.columnwise_data if columnwise else storage.rowwise_data
+    scale_inv = storage.columnwise_scale_inv if columnwise else storage.rowwise_scale_inv
+    if _runs_kernels(data):  # type: ignore[arg-type]  # one plane is held, the caller checked
+        out: Tensor = dequantize_op(storage, dtype)
+        return out
+    return reference.dequantize(
+        data,  # type: ignore[arg-type]
+        scale_inv,  # type: ignore[arg-type]
+        dtype=quantizer.dtype,
+        columnwise=columnwise,
+        swizzled=quantizer.optimize_for_gemm,
+        out_dtype=dtype,
+    )
+
+
+@custom_op(
+    "te_mxfp8::quantize",
+    outputs=lambda x, quantizer: TensorProto(shape=x.shape, dtype=x.dtype, quantizer=quantizer, device=x.device),
+)
+def quantize_op(x: Tensor, quantizer: MXFP8Quantizer) -> MXFP8Storage:
+    """Quantize with the Triton kernel."""
+    out: MXFP8Storage = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, out, None)
+    return out
+
+
+@custom_op("te_mxfp8::quantize_into", mutates=("out",))
+def quantize_into_op(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
+    """Quantize into the buffers of ``out`` with the Triton kernel."""
+    _launch(x, out, noop)
+
+
+@custom_op(
+    "te_mxfp8::dequantize",
+    outputs=lambda q, dtype: TensorProto(shape=q.shape, dtype=dtype, device=q.device),
+)
+def dequantize_op(q: MXFP8Storage, dtype: torch.dtype) -> Tensor:
+    """Dequantize with the Triton kernel."""
+    from te_mxfp8.kernels.dequantize import launch_dequantize  # imports triton
+
+    columnwise = q.rowwise_data is None
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    launch_dequantize(
+        q.columnwise_data if columnwise else q.rowwise_data,
+        q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv,
+        out,
+        dtype=q.quantizer.dtype,  # type: ignore[attr-defined]  # an MXFP8Quantizer
+        columnwise=columnwise,
+        swizzled=q.quantizer.optimize_for_gemm,
+    )
+    return out
+
+
+def _launch(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
+    from te_mxfp8.kernels.quantize import launch_quantize  # imports triton
+
+    quantizer: MXFP8Quantizer = out.quantizer  # type: ignore[assignment]
+    launch_quantize(
+        x,
+        out.inner(),
+        dtype=quantizer.dtype,
+        two_d=quantizer.with_2d_quantization,
+        swizzled=quantizer.optimize_for_gemm,
+        noop=noop,
+    )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8 inner tensors and what views, slices, concatenation and transposition do with them.
+
+Codes are ``[..., K]`` in both planes. A scale is found compact at ``[m, k // 32]`` (rowwise) or
+``[m // 32, k]`` (columnwise), all leading axes flattened into ``m``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from te_proto.errors import ShapeError
+from te_proto.storage import InnerTensor, QuantizedStorage
+from te_proto.tensor import QuantizedTensor
+
+from te_mxfp8.layout import BLOCK, matrix_shape
+from te_mxfp8.reference import compact_scale, store_scale
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from te_proto.quantizer import Quantizer
+    from torch import Tensor
+    from typing_extensions import Self
+
+_PLANES = (("rowwise", False), ("columnwise", True))
+
+
+class MXFP8Storage(QuantizedStorage):
+    """Inner tensors of MXFP8: per plane the codes, one byte each, and E8M0 ``scale_inv`` bytes."""
+
+    rowwise_data: InnerTensor
+    rowwise_scale_inv: InnerTensor
+    columnwise_data: InnerTensor
+    columnwise_scale_inv: InnerTensor
+
+    def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
+        """Return the inner tensors of a view; blocks stay whole if K does, or if K only holds whole rowwise ones."""
+        k = self.shape[-1]
+        same = len(shape) > 0 and shape[-1] == k
+        if not same and (len(shape) == 0 or self.columnwise_data is not None or self._two_d or shape[-1] % BLOCK):
+            return None
+        inner: dict[str, Tensor] = {}
+        for name, tensor in self.inner().items():
+            if name.endswith("_data"):
+                inner[name] = tensor.view(tuple(shape))
+            elif same:
+                inner[name] = tensor
+            else:
+                blocks = self._compact(tensor, columnwise=False).reshape(-1, shape[-1] // BLOCK)
+                inner[name] = self._store(blocks, shape, columnwise=False)
+        return inner
+
+    def narrow_inner(self, dim: int, start: int, length: int) -> dict[str, Tensor]:
+        """Return the inner tensors of a slice; it must begin and end on a block of each plane held."""
+        shape = [length if d == dim else n for d, n in enumerate(self.shape)]
+        last = dim == len(shape) - 1
+        inner = 1 if last else math.prod(shape[dim + 1 : -1])
+        for plane, columnwise in _PLANES:
+            held = self.columnwise_data if columnwise else self.rowwise_data
+            if held is None or (last == columnwise and not self._two_d):
+                continue  # the axis is not cut into blocks in this plane
+            if not self._whole(dim, (start * inner, length * inner)):
+                self._cut(plane, dim, start, length, inner)
+        return self._map(shape, lambda t, axis, unit: t.narrow(axis, start * unit // BLOCK, length * unit // BLOCK), dim)
+
+    @classmethod
+    def cat_inner(cls, tensors: Sequence[Self], dim: int) -> dict[str, Tensor] | None:
+        """Return the inner tensors of the concatenation, or None if it would move blocks' edges."""
+        first = tensors[0]
+        last = dim == len(first.shape) - 1
+        rows = first.columnwise_data is not None or first._two_d
+        if not last and rows and not all(t._whole(dim, ()) for t in tensors):
+            return None
+        total = sum(t.shape[dim] for t in tensors)
+        shape = [total if d == dim else n for d, n in enumerate(first.shape)]
+        parts = [t._parts(dim) for t in tensors]
+        joined = {n: torch.cat([p[n][0] for p in parts], dim=axis) for n, (_, axis, _) in parts[0].items()}
+        return first._join(shape, joined)
+
+    def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]]:
+        """Return the 2-D transpose: each plane is the exact image of the other one of the result."""
+        quantizer = self.quantizer.with_usage(rowwise=self.quantizer.columnwise, columnwise=self.quantizer.rowwise)
+        m, k = self.shape
+        inner: dict[str, Tensor] = {}
+        for plane, columnwise in _PLANES:
+            source = "rowwise" if columnwise else "columnwise"
+            data, scale = getattr(self, f"{source}_data"), getattr(self, f"{source}_scale_inv")
+            if data is not None:
+                inner[f"{plane}_data"] = data.t().contiguous()
+                compact = self._compact(scale, columnwise=not columnwise)
+                inner[f"{plane}_scale_inv"] = self._store(compact.t(), (k, m), columnwise=columnwise)
+        return quantizer, inner
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def _two_d(self) -> bool:
+        return bool(self.quantizer.with_2d_quantization)  # type: ignore[attr-defined]  # an MXFP8Quantizer
+
+    def _compact(self, scale: Tensor, *, columnwise: bool) -> Tensor:
+        m, k = matrix_shape(self.shape)
+        return compact_scale(scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm)
+
+    def _store(self, scale: Tensor, shape: Sequence[int], *, columnwise: bool) -> Tensor:
+        m, k = matrix_shape(shape)
+        return store_scale(scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm)
+
+    def _whole(self, dim: int, edges: Sequence[int]) -> bool:
+        """Whether blocks of 32 rows (or of 32 columns, for the last axis) do not cross ``edges`` of ``dim``."""
+        if dim == len(self.shape) - 1:
+            return all(edge % BLOCK == 0 for edge in edges)
+        outer, chunk = math.prod(self.shape[:dim]), math.prod(self.shape[dim:-1])
+        return all(edge % BLOCK == 0 for edge in (*edges, *([chunk] if outer > 1 else [])))
+
+    def _cut(self, plane: str, dim: int, start: int, length: int, inner: int) -> NoReturn:
+        unit = BLOCK // math.gcd(BLOCK, inner)
+        msg = (
+            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, whole {plane} blocks of {BLOCK}, "
+            f"got [{start}:{start + length}] of shape {tuple(self.shape)}; slice elsewhere, drop the {plane} plane "
+            f"with with_usage(), or call .dequantize() first"
+        )
+        raise ShapeError(msg)
+
+    def _parts(self, dim: int) -> dict[str, tuple[Tensor, int, int]]:
+        """Return each inner tensor with the axis that is ``dim`` in it, and 32 times its entries per entry of ``dim``.
+
+        Scales come compact, with the rows split at ``dim``.
+        """
+        last = dim == len(self.shape) - 1
+        outer = 1 if last else math.prod(self.shape[:dim])
+        inner = 1 if last else math.prod(self.shape[dim + 1 : -1])
+        out: dict[str, tuple[Tensor, int, int]] = {}
+        for plane, columnwise in _PLANES:
+            data, scale = getattr(self, f"{plane}_data"), getattr(self, f"{plane}_scale_inv")
+            if data is None:
+                continue
+            out[f"{plane}_data"] = (data, dim, BLOCK)
+            compact = self._compact(scale, columnwise=columnwise)
+            compact = compact.reshape(outer, -1, compact.shape[-1]) if outer else compact.unsqueeze(0)
+            along_blocks = last != columnwise
+            unit = 1 if along_blocks else BLOCK
+            out[f"{plane}_scale_inv"] = (compact, 2 if last else 1, unit if last else unit * inner)
+        return out
+
+    def _map(self, shape: Sequence[int], fn: Callable[[Tensor, int, int], Tensor], dim: int) -> dict[str, Tensor]:
+        return self._join(shape, {n: fn(*part) for n, part in self._parts(dim).items()})
+
+    def _join(self, shape: Sequence[int], parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Make inner tensors of ``shape`` from codes and compact scales."""
+        return {
+            name: part.contiguous()
+            if name.endswith("_data")
+            else self._store(part.flatten(0, 1), shape, columnwise=name.startswith("col"))
+            for name, part in parts.items()
+        }
+
+
+class MXFP8Tensor(MXFP8Storage, QuantizedTensor):
+    """An MXFP8 tensor that torch sees as one of the logical shape and nominal dtype."""
