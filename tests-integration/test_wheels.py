@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheels as a user gets them.
 
-They are installed in a fresh environment that borrows torch, and what torch needs, from the one
+They are installed in a fresh environment that borrows torch, what torch needs and pip from the one
 that runs the tests, through links to all of its packages but ours.
 """
 
@@ -43,7 +43,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def fresh_python(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The python of an environment with the wheels of te-proto and te-mxfp8, and torch."""
     home = tmp_path_factory.mktemp("fresh")
-    run(sys.executable, "-m", "venv", home / "env")
+    run(sys.executable, "-m", "venv", "--without-pip", home / "env")
     python = home / "env" / "bin" / "python"
 
     borrowed = home / "borrowed"
