@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 from te_linear.__about__ import __version__
 
 if TYPE_CHECKING:
-    from te_linear.config import LinearConfig
     from te_linear.execute import execute_backward, execute_forward
-    from te_linear.module import Linear
-    from te_linear.op import linear
-    from te_linear.plan import LinearPlan, plan_linear
+    from te_linear.module import Linear, linear
+    from te_linear.plan import LinearConfig, LinearPlan, plan_linear
 
-# no module is called `linear`: a submodule of that name would hide the function
+# no module is called `linear`: once imported, it would stand in the place of the function
 _WHERE = {
     "Linear": "module",
-    "LinearConfig": "config",
+    "LinearConfig": "plan",
     "LinearPlan": "plan",
     "execute_backward": "execute",
     "execute_forward": "execute",
-    "linear": "op",
+    "linear": "module",
     "plan_linear": "plan",
 }
 
