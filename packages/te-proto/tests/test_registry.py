@@ -294,25 +294,36 @@ def test_eight_threads_get_one_card_and_import_it_once(site: Site) -> None:
     assert sys.modules["te_slow_count"].runs == [1]
 
 
-def test_plugin_may_ask_the_registry_while_another_thread_loads_it(site: Site) -> None:
-    # thread A loads the card and waits for the module that thread B imports; B asks the registry
-    site.plugin("chatty")
-    site.module(
-        "te_chatty_f",
-        "import time\nfrom te_proto import registry\ntime.sleep(0.3)\n"
-        "SEEN = registry.available_formats()\n" + CARD.format(name="chatty", protocol=PROTOCOL),
+def run(site: Site, code: str) -> str:
+    path = os.pathsep.join([str(site.path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
     )
-    answers: list[object] = []
-    asks = (lambda: registry.resolve("te_chatty_f:SEEN"), lambda: registry.describe("chatty").name)
-    # daemons, so that a deadlock fails this test and does not keep the process
-    threads = [
-        threading.Thread(target=lambda ask=ask: answers.append(ask()), daemon=True) for ask in asks
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert sorted(answers, key=str) == [("chatty",), "chatty"]
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_plugin_may_ask_the_registry_while_another_thread_loads_it(site: Site) -> None:
+    site.plugin("chatty")
+    card = CARD.format(name="chatty", protocol=PROTOCOL)
+    asks = "import time; time.sleep(0.5)\nfrom te_proto import available_formats as ask; ask()\n"
+    site.module("te_chatty_f", asks + card)
+    code = (
+        "import importlib, threading, time\n"
+        "from te_proto import registry\n"
+        "load = threading.Thread(\n"
+        "    target=importlib.import_module, args=['te_chatty_f'], daemon=True\n"
+        ")\n"
+        "load.start()\n"
+        "time.sleep(0.1)\n"
+        "print(registry.describe('chatty').name)\n"
+    )
+    assert run(site, code) == "chatty"
 
 
 def test_listing_and_describing_load_neither_torch_nor_triton(site: Site) -> None:
@@ -323,12 +334,4 @@ def test_listing_and_describing_load_neither_torch_nor_triton(site: Site) -> Non
         "assert te_proto.describe('fine').name == 'fine'\n"
         "print(sorted({'torch', 'triton', 'numpy', 'te_fine_q'} & set(sys.modules)))\n"
     )
-    path = os.pathsep.join([str(site.path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+    assert run(site, code) == "[]"
