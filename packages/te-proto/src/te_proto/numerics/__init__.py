@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number formats that all plugins share: encode, decode, pack; plain torch on any device.
+
+Every function takes any shape and strides, traces with dynamic shapes, and gives the same bits
+in eager and compiled code. ``te_proto.numerics.device`` holds the same as Triton device functions.
+"""
+
+from __future__ import annotations
+
+from te_proto.numerics.elements import (
+    decode,
+    decode_e2m1,
+    decode_e4m3,
+    decode_e5m2,
+    encode,
+    encode_e2m1,
+    encode_e4m3,
+    encode_e5m2,
+    pack_e2m1,
+    unpack_e2m1,
+)
+from te_proto.numerics.formats import (
+    E2M1,
+    E2M1_MAX,
+    E4M3,
+    E4M3_MAX,
+    E5M2,
+    E5M2_MAX,
+    ElementFormat,
+    element_format,
+)
+from te_proto.numerics.scales import decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode_e8m0
+
+__all__ = [
+    "E2M1",
+    "E2M1_MAX",
+    "E4M3",
+    "E4M3_MAX",
+    "E5M2",
+    "E5M2_MAX",
+    "ElementFormat",
+    "decode",
+    "decode_e2m1",
+    "decode_e4m3",
+    "decode_e5m2",
+    "decode_e8m0",
+    "e8m0_from_amax",
+    "e8m0_reciprocal",
+    "element_format",
+    "encode",
+    "encode_e2m1",
+    "encode_e4m3",
+    "encode_e5m2",
+    "encode_e8m0",
+    "pack_e2m1",
+    "unpack_e2m1",
+]
