@@ -49,24 +49,24 @@ def quantize(
         blocks = matrix.reshape(m // BLOCK, BLOCK, k // BLOCK, BLOCK)
         codes, scale = _quantize_blocks(blocks, (1, 3), dtype)
         if rowwise:
-            buffers["rowwise_data"] = codes.reshape(x.shape)
+            buffers["rowwise_data"] = codes.reshape(x.shape).contiguous()
             rows = scale.unsqueeze(1).expand(-1, BLOCK, -1).reshape(m, k // BLOCK)
-            buffers["rowwise_scale_inv"] = _store_scale(rows, m, k, False, swizzled)
+            buffers["rowwise_scale_inv"] = store_scale(rows, m, k, columnwise=False, swizzled=swizzled)
         if columnwise:
             # a plane may be dropped or written in place, so it never shares memory with the other
             codes = codes.clone() if rowwise else codes
-            buffers["columnwise_data"] = codes.reshape(x.shape)
+            buffers["columnwise_data"] = codes.reshape(x.shape).contiguous()
             columns = scale.unsqueeze(2).expand(-1, -1, BLOCK).reshape(m // BLOCK, k)
-            buffers["columnwise_scale_inv"] = _store_scale(columns, m, k, True, swizzled)
+            buffers["columnwise_scale_inv"] = store_scale(columns, m, k, columnwise=True, swizzled=swizzled)
         return buffers
     if rowwise:
         codes, scale = _quantize_blocks(matrix.reshape(m, k // BLOCK, BLOCK), (2,), dtype)
-        buffers["rowwise_data"] = codes.reshape(x.shape)
-        buffers["rowwise_scale_inv"] = _store_scale(scale, m, k, False, swizzled)
+        buffers["rowwise_data"] = codes.reshape(x.shape).contiguous()
+        buffers["rowwise_scale_inv"] = store_scale(scale, m, k, columnwise=False, swizzled=swizzled)
     if columnwise:
         codes, scale = _quantize_blocks(matrix.reshape(m // BLOCK, BLOCK, k), (1,), dtype)
-        buffers["columnwise_data"] = codes.reshape(x.shape)
-        buffers["columnwise_scale_inv"] = _store_scale(scale, m, k, True, swizzled)
+        buffers["columnwise_data"] = codes.reshape(x.shape).contiguous()
+        buffers["columnwise_scale_inv"] = store_scale(scale, m, k, columnwise=True, swizzled=swizzled)
     return buffers
 
 
@@ -93,15 +93,9 @@ def dequantize(
         out_dtype: float32, bfloat16 or float16.
     """
     m, k = matrix_shape(data.shape)
-    if swizzled:
-        scale_inv = unswizzle(scale_inv, columnwise=columnwise)
-    if columnwise:
-        blocks = (m // BLOCK, BLOCK, k)
-        scale = decode_e8m0(scale_inv[: m // BLOCK, :k]).unsqueeze(1)
-    else:
-        blocks = (m, k // BLOCK, BLOCK)
-        scale = decode_e8m0(scale_inv[:m, : k // BLOCK]).unsqueeze(2)
-    values = decode(data.reshape(blocks), dtype) * scale
+    scale = decode_e8m0(compact_scale(scale_inv, m, k, columnwise=columnwise, swizzled=swizzled))
+    blocks = (m // BLOCK, BLOCK, k) if columnwise else (m, k // BLOCK, BLOCK)
+    values = decode(data.reshape(blocks), dtype) * scale.unsqueeze(1 if columnwise else 2)
     return values.reshape(data.shape).to(out_dtype)
 
 
@@ -126,6 +120,22 @@ def unswizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
     return outer.t().contiguous() if columnwise else outer
 
 
+def store_scale(scale: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
+    """Return the scale buffer of an ``[m, k]`` matrix: the scales of its blocks, padded with zero."""
+    padded = scale.new_zeros(scale_shape(m, k, columnwise=columnwise))
+    padded[: scale.shape[0], : scale.shape[1]] = scale
+    return swizzle(padded, columnwise=columnwise) if swizzled else padded
+
+
+def compact_scale(
+    scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool
+) -> Tensor:
+    """Return the scales of an ``[m, k]`` matrix's blocks, the inverse of :func:`store_scale`."""
+    if swizzled:
+        scale_inv = unswizzle(scale_inv, columnwise=columnwise)
+    return scale_inv[: m // BLOCK, :k] if columnwise else scale_inv[:m, : k // BLOCK]
+
+
 def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:
     """Return codes of the shape of ``blocks``, and one scale byte for its ``axes`` together."""
     # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
@@ -138,9 +148,3 @@ def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple
     for axis in axes:
         inverse = inverse.unsqueeze(axis)
     return encode(blocks * inverse, dtype), scale
-
-
-def _store_scale(scale: Tensor, m: int, k: int, columnwise: bool, swizzled: bool) -> Tensor:
-    padded = scale.new_zeros(scale_shape(m, k, columnwise=columnwise))
-    padded[: scale.shape[0], : scale.shape[1]] = scale
-    return swizzle(padded, columnwise=columnwise) if swizzled else padded

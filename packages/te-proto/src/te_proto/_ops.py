@@ -17,6 +17,8 @@ from te_proto.storage import QuantizedStorage
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
 aten = torch.ops.aten
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -31,7 +33,9 @@ def _bind(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 def _alias(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].like(args[0].inner())
+    out = args[0].like(args[0].inner())
+    out.is_view_copy = args[0].is_view_copy
+    return out
 
 
 def _clone(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -61,6 +65,8 @@ def _to_copy(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _copy_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dst, src = args[:2]
+    if isinstance(dst, QuantizedStorage):
+        dst.check_writable()
     if not isinstance(dst, QuantizedStorage):
         dst.copy_(src.dequantize(dst.dtype if dst.dtype.is_floating_point else None))
         return dst
@@ -78,7 +84,7 @@ def _copy_(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``empty_like, zeros_like, new_empty, new_zeros``, where the format takes dtype and shape."""
+    """``empty_like, new_empty, new_zeros``, where the format takes dtype and shape."""
     q, given = args[0], _bind(func, args, kwargs)
     dtype, shape = given["dtype"] or q.dtype, given.get("size", q.shape)
     quantizer = q.quantizer.replace(internal=False)
@@ -89,14 +95,34 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return NotImplemented
     out = quantizer.make_empty(shape, dtype=dtype, device=given["device"] or q.device)
-    if func in (aten.zeros_like.default, aten.new_zeros.default):
+    if func is aten.new_zeros.default:
         quantizer.quantize_into(torch.zeros(shape, dtype=dtype, device=out.device), out)
+    return out
+
+
+def _plain_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """``zeros_like`` and its kin are plain: an optimizer's moments must not be quantized unasked."""
+    q = args[0]
+    out: Tensor = func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args[1:], **kwargs)
     return out
 
 
 def _view_as(q: Any, shape: Sequence[int]) -> Any:
     inner = q.view_inner(shape)
-    return NotImplemented if inner is None else q.like(inner, shape=shape)
+    if inner is None:
+        return NotImplemented
+    held = {id(t) for t in q.inner().values()}
+    out = q.like(inner, shape=shape)
+    scales = [t for n, t in inner.items() if tuple(t.shape) != tuple(shape)]
+    out.is_view_copy = q.is_view_copy or any(id(t) not in held for t in scales)
+    return out
+
+
+def _view_copy(q: Any, inner: dict[str, Tensor], shape: Sequence[int], quantizer: Any = None) -> Any:
+    """Return what torch takes for a view, though its buffers are copies: it refuses to be written."""
+    out = q.like(inner, quantizer=quantizer, shape=shape)
+    out.is_view_copy = True
+    return out
 
 
 def infer_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -133,14 +159,14 @@ def _squeeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Any:
     q = args[0]
     shape = tuple(n if s == -1 else s for s, n in zip(args[1], q.shape, strict=False))
-    return q.like(q.inner()) if shape == tuple(q.shape) and len(args[1]) == q.dim() else NotImplemented
+    return _alias(func, args, kwargs) if shape == tuple(q.shape) and len(args[1]) == q.dim() else NotImplemented
 
 
 def _as_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
     q = given["self"]
     if tuple(given["size"]) == tuple(q.shape) and tuple(given["stride"]) == q.stride() and not given["storage_offset"]:
-        return q.like(q.inner())
+        return _alias(func, (q,), {})
     msg = (
         f"{q.quantizer.format_name}: as_strided must keep shape {tuple(q.shape)} and strides {q.stride()}, "
         f"got {tuple(given['size'])} and {tuple(given['stride'])}; call .dequantize() first"
@@ -150,9 +176,9 @@ def _as_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _narrow(q: Any, dim: int, start: int, length: int) -> Any:
     if start == 0 and length == q.shape[dim]:
-        return q.like(q.inner())
+        return _alias(None, (q,), {})
     shape = [length if d == dim else n for d, n in enumerate(q.shape)]
-    return q.like(q.narrow_inner(dim, start, length), shape=shape)
+    return _view_copy(q, q.narrow_inner(dim, start, length), shape)
 
 
 def _slice(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -216,6 +242,8 @@ def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(s[:dim] + s[dim + 1 :] != shapes[0][:dim] + shapes[0][dim + 1 :] for s in shapes):
         msg = f"cat: shapes must agree on every axis but {dim}, got {[tuple(s) for s in shapes]}"
         raise ShapeError(msg)
+    if len(tensors) == 1:
+        return _clone(func, (first,), {})
     inner = type(first).cat_inner(tensors, dim)
     shape = [*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :]]
     return NotImplemented if inner is None else first.like(inner, shape=shape)
@@ -231,9 +259,9 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func is aten.permute.default:
         order = [d % 2 for d in args[1]]
     if order == [0, 1]:
-        return q.like(q.inner())
+        return _alias(func, args, kwargs)
     result = q.transpose_inner()
-    return NotImplemented if result is None else q.like(result[1], quantizer=result[0], shape=(q.shape[1], q.shape[0]))
+    return NotImplemented if result is None else _view_copy(q, result[1], (q.shape[1], q.shape[0]), result[0])
 
 
 def _record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
@@ -264,7 +292,14 @@ def handlers() -> dict[Any, Callable[[Any, Args, Kwargs], Any]]:
         _is_pinned: (aten.is_pinned.default,),
         _to_copy: (aten._to_copy.default,),
         _copy_: (aten.copy_.default,),
-        _like: (aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default),
+        _like: (aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default),
+        _plain_like: (
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.rand_like.default,
+            aten.randn_like.default,
+        ),
         _view: (aten.view.default, aten._unsafe_view.default, aten.reshape.default),
         _view_dtype: (aten.view.dtype,),
         _unsqueeze: (aten.unsqueeze.default,),

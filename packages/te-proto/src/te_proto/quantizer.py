@@ -253,6 +253,7 @@ class Quantizer(OpaqueBase):
         if not isinstance(out, QuantizedStorage) or type(out.quantizer) is not type(self):
             msg = f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
             raise LayoutError(msg)
+        QuantizedStorage.check_writable(out)
         wanted, held = self.describe_buffers(plain.shape), QuantizedStorage.inner(out)
         found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
         if plain.shape != out.shape or wanted != found:

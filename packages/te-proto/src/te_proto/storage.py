@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -69,10 +70,13 @@ class QuantizedStorage:
         shape: logical shape, known whatever planes are held.
         dtype: nominal dtype of the logical tensor.
         device: device of the inner tensors.
+        is_view_copy: torch takes the tensor for a view of another, but its buffers are copies: a slice
+            pads its scales anew. It refuses to be written, which would not reach the other.
     """
 
     inner_names: ClassVar[tuple[str, ...]] = ()
     class_key: ClassVar[str]
+    is_view_copy = False
     quantizer: Quantizer
     shape: torch.Size
     dtype: torch.dtype
@@ -164,6 +168,15 @@ class QuantizedStorage:
         )
         raise UsageError(msg)
 
+    def check_writable(self) -> None:
+        """Raise :class:`UsageError` if a write would not reach the tensor this was taken from."""
+        if self.is_view_copy:
+            msg = (
+                f"{self.quantizer.format_name}: the tensor of shape {tuple(self.shape)} is a slice or transpose whose buffers "
+                f"are copies, so a write would not reach the whole; write into the whole, or into a .clone()"
+            )
+            raise UsageError(msg)
+
     # -- what a format may override: layout of views ----------------------------------------------
 
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
@@ -228,7 +241,7 @@ class QuantizedStorage:
         )
 
     def _extra_state(self) -> dict[str, Any]:
-        own = {*self.inner_names, "quantizer", "shape", "dtype", "device"}
+        own = {*self.inner_names, "quantizer", "shape", "dtype", "device", "is_view_copy"}
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -276,9 +289,10 @@ def find_class(key: str) -> Any:
         from te_proto import registry  # only a checkpoint read before its plugin needs it
 
         for name in registry.available_formats():
-            spec = registry.describe(name)
-            if key in (spec.tensor, spec.storage, spec.quantizer):
-                return registry.resolve(key)
+            with contextlib.suppress(PluginError):  # a broken plugin hides no other
+                spec = registry.describe(name)
+                if key in (spec.tensor, spec.storage, spec.quantizer):
+                    return registry.resolve(key)
         distribution = key.split(":")[0].split(".")[0].replace("_", "-")
         msg = f"no installed format provides the class {key!r}; install it with: pip install {distribution}"
         raise UnknownFormatError(msg)
