@@ -47,7 +47,9 @@ def execute_backward(
     grad_input = grad_weight = grad_bias = None
     if plan.grad_bias is not None:
         grad_bias = flat.float().sum(0).to(plan.grad_bias.dtype)
-    quantized = None if plan.quantized_grad_output is None else _quantize(flat, plan.quantized_grad_output)
+    quantized = (
+        None if plan.quantized_grad_output is None else _quantize(flat, plan.quantized_grad_output)
+    )
     if plan.grad_input is not None:
         product = _rowwise(quantized) @ _columnwise(saved_w)
         grad_input = product.reshape(plan.grad_input.shape).to(plan.grad_input.dtype)
@@ -61,7 +63,9 @@ def execute_backward(
 def _quantize(value: Any, proto: TensorProto) -> Any:
     if isinstance(value, QuantizedStorage):
         assert proto.quantizer is not None  # _operand set it  # noqa: S101
-        return value.with_usage(rowwise=proto.quantizer.rowwise, columnwise=proto.quantizer.columnwise)
+        return value.with_usage(
+            rowwise=proto.quantizer.rowwise, columnwise=proto.quantizer.columnwise
+        )
     return proto.quantizer.quantize(value)  # type: ignore[union-attr]  # the plan's operands have one
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan
+    ) -> Tensor:
         y, saved = execute_forward(plan, x, weight, bias)
         flat, ctx.objects = prepare_for_saving(*saved)
         ctx.save_for_backward(*flat)
@@ -33,7 +35,9 @@ class _Linear(torch.autograd.Function):
         return (*execute_backward(ctx.plan, saved, grad_output), None)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: LinearConfig) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: LinearConfig
+) -> Tensor:
     """Return ``x @ weight.T + bias`` computed from quantized operands, also in backward.
 
     Args:

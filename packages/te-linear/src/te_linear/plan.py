@@ -73,7 +73,12 @@ class LinearPlan:
 
 
 def plan_linear(
-    x: TensorProto, weight: TensorProto, bias: TensorProto | None, config: LinearConfig, *, grad_enabled: bool
+    x: TensorProto,
+    weight: TensorProto,
+    bias: TensorProto | None,
+    config: LinearConfig,
+    *,
+    grad_enabled: bool,
 ) -> LinearPlan:
     """Decide everything about ``linear(x, weight, bias)``; nothing is allocated.
 
@@ -112,7 +117,10 @@ def plan_linear(
         quantized_input=quantized_input,
         quantized_weight=quantized_weight,
         output=TensorProto(
-            shape=(*x.shape[:-1], n), dtype=x.dtype, device=x.device, requires_grad=dgrad or wgrad or bgrad
+            shape=(*x.shape[:-1], n),
+            dtype=x.dtype,
+            device=x.device,
+            requires_grad=dgrad or wgrad or bgrad,
         ),
         saved_input=quantized_input.with_usage(rowwise=False) if wgrad else None,
         saved_weight=quantized_weight.with_usage(rowwise=False) if dgrad else None,
@@ -155,5 +163,7 @@ def _check(x: TensorProto, weight: TensorProto, bias: TensorProto | None) -> Non
         msg = f"linear: the last axis of input must be K={weight.shape[1]} of the weight, got shape {x.shape}"
         raise ShapeError(msg)
     if bias is not None and (len(bias.shape) != 1 or bias.shape[0] != weight.shape[0]):
-        msg = f"linear: bias must have shape {(weight.shape[0],)}, N of the weight, got {bias.shape}"
+        msg = (
+            f"linear: bias must have shape {(weight.shape[0],)}, N of the weight, got {bias.shape}"
+        )
         raise ShapeError(msg)

@@ -31,13 +31,16 @@ def _runs_kernels(tensor: Tensor) -> bool:
 
 
 def quantize(
-    x: Tensor, quantizer: MXFP8Quantizer, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
+    x: Tensor,
+    quantizer: MXFP8Quantizer,
+    out: dict[str, Tensor] | None = None,
+    noop: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the buffers of ``x``, new ones or ``out``."""
     internal = quantizer.replace(internal=True)
     if _runs_kernels(x):
         if out is None:
-            return QuantizedStorage.inner(quantize_op(x, internal))
+            return QuantizedStorage.inner_tensors(quantize_op(x, internal))
         quantize_into_op(x, internal.create_metadata(x.dtype).build(out, x.shape), noop)
         return out
     buffers = reference.quantize(
@@ -51,7 +54,9 @@ def quantize(
     if out is None:
         return buffers
     for name, buffer in out.items():
-        buffer.copy_(buffers[name] if noop is None else torch.where(noop == 1.0, buffer, buffers[name]))
+        buffer.copy_(
+            buffers[name] if noop is None else torch.where(noop == 1.0, buffer, buffers[name])
+        )
     return out
 
 
@@ -75,7 +80,9 @@ def dequantize(storage: MXFP8Storage, quantizer: MXFP8Quantizer, dtype: torch.dt
 
 @custom_op(
     "te_mxfp8::quantize",
-    outputs=lambda x, quantizer: TensorProto(shape=x.shape, dtype=x.dtype, quantizer=quantizer, device=x.device),
+    outputs=lambda x, quantizer: TensorProto(
+        shape=x.shape, dtype=x.dtype, quantizer=quantizer, device=x.device
+    ),
 )
 def quantize_op(x: Tensor, quantizer: MXFP8Quantizer) -> MXFP8Storage:
     """Quantize with the Triton kernel."""
@@ -117,7 +124,7 @@ def _launch(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
     quantizer: MXFP8Quantizer = out.quantizer  # type: ignore[assignment]
     launch_quantize(
         x,
-        out.inner(),
+        out.inner_tensors(),
         dtype=quantizer.dtype,
         two_d=quantizer.with_2d_quantization,
         swizzled=quantizer.optimize_for_gemm,

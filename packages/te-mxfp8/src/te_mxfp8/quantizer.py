@@ -82,7 +82,9 @@ class MXFP8Quantizer(Quantizer):
         """Quantize ``x``; see :func:`te_mxfp8.reference.quantize` for the arithmetic."""
         return ops.quantize(x, self, out, noop)
 
-    def dequantize_impl(self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def dequantize_impl(
+        self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
         """Dequantize the rowwise plane if it is held, else the columnwise one."""
         storage = self.replace(internal=True).create_metadata(dtype).build(inner, shape)
         return ops.dequantize(storage, self, dtype)

@@ -51,13 +51,17 @@ def quantize(
         if rowwise:
             buffers["rowwise_data"] = codes.reshape(x.shape).contiguous()
             rows = scale.unsqueeze(1).expand(-1, BLOCK, -1).reshape(m, k // BLOCK)
-            buffers["rowwise_scale_inv"] = store_scale(rows, m, k, columnwise=False, swizzled=swizzled)
+            buffers["rowwise_scale_inv"] = store_scale(
+                rows, m, k, columnwise=False, swizzled=swizzled
+            )
         if columnwise:
             # a plane may be dropped or written in place, so it never shares memory with the other
             codes = codes.clone() if rowwise else codes
             buffers["columnwise_data"] = codes.reshape(x.shape).contiguous()
             columns = scale.unsqueeze(2).expand(-1, -1, BLOCK).reshape(m // BLOCK, k)
-            buffers["columnwise_scale_inv"] = store_scale(columns, m, k, columnwise=True, swizzled=swizzled)
+            buffers["columnwise_scale_inv"] = store_scale(
+                columns, m, k, columnwise=True, swizzled=swizzled
+            )
         return buffers
     if rowwise:
         codes, scale = _quantize_blocks(matrix.reshape(m, k // BLOCK, BLOCK), (2,), dtype)
@@ -66,7 +70,9 @@ def quantize(
     if columnwise:
         codes, scale = _quantize_blocks(matrix.reshape(m // BLOCK, BLOCK, k), (1,), dtype)
         buffers["columnwise_data"] = codes.reshape(x.shape).contiguous()
-        buffers["columnwise_scale_inv"] = store_scale(scale, m, k, columnwise=True, swizzled=swizzled)
+        buffers["columnwise_scale_inv"] = store_scale(
+            scale, m, k, columnwise=True, swizzled=swizzled
+        )
     return buffers
 
 
@@ -127,9 +133,7 @@ def store_scale(scale: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bo
     return swizzle(padded, columnwise=columnwise) if swizzled else padded
 
 
-def compact_scale(
-    scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool
-) -> Tensor:
+def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
     """Return the scales of an ``[m, k]`` matrix's blocks, the inverse of :func:`store_scale`."""
     if swizzled:
         scale_inv = unswizzle(scale_inv, columnwise=columnwise)

@@ -40,10 +40,12 @@ class MXFP8Storage(QuantizedStorage):
         """Return the inner tensors of a view; blocks stay whole if K does, or if K only holds whole rowwise ones."""
         k = self.shape[-1]
         same = len(shape) > 0 and shape[-1] == k
-        if not same and (len(shape) == 0 or self.columnwise_data is not None or self._two_d or shape[-1] % BLOCK):
+        if not same and (
+            len(shape) == 0 or self.columnwise_data is not None or self._two_d or shape[-1] % BLOCK
+        ):
             return None
         inner: dict[str, Tensor] = {}
-        for name, tensor in self.inner().items():
+        for name, tensor in self.inner_tensors().items():
             if name.endswith("_data"):
                 inner[name] = tensor.view(tuple(shape))
             elif same:
@@ -64,7 +66,11 @@ class MXFP8Storage(QuantizedStorage):
                 continue  # the axis is not cut into blocks in this plane
             if not self._whole(dim, (start * inner, length * inner)):
                 self._cut(plane, dim, start, length, inner)
-        return self._map(shape, lambda t, axis, unit: t.narrow(axis, start * unit // BLOCK, length * unit // BLOCK), dim)
+        return self._map(
+            shape,
+            lambda t, axis, unit: t.narrow(axis, start * unit // BLOCK, length * unit // BLOCK),
+            dim,
+        )
 
     @classmethod
     def cat_inner(cls, tensors: Sequence[Self], dim: int) -> dict[str, Tensor] | None:
@@ -77,12 +83,16 @@ class MXFP8Storage(QuantizedStorage):
         total = sum(t.shape[dim] for t in tensors)
         shape = [total if d == dim else n for d, n in enumerate(first.shape)]
         parts = [t._parts(dim) for t in tensors]
-        joined = {n: torch.cat([p[n][0] for p in parts], dim=axis) for n, (_, axis, _) in parts[0].items()}
+        joined = {
+            n: torch.cat([p[n][0] for p in parts], dim=axis) for n, (_, axis, _) in parts[0].items()
+        }
         return first._join(shape, joined)
 
     def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]]:
         """Return the 2-D transpose: each plane is the exact image of the other one of the result."""
-        quantizer = self.quantizer.with_usage(rowwise=self.quantizer.columnwise, columnwise=self.quantizer.rowwise)
+        quantizer = self.quantizer.with_usage(
+            rowwise=self.quantizer.columnwise, columnwise=self.quantizer.rowwise
+        )
         m, k = self.shape
         inner: dict[str, Tensor] = {}
         for plane, columnwise in _PLANES:
@@ -91,7 +101,9 @@ class MXFP8Storage(QuantizedStorage):
             if data is not None:
                 inner[f"{plane}_data"] = data.t().contiguous()
                 compact = self._compact(scale, columnwise=not columnwise)
-                inner[f"{plane}_scale_inv"] = self._store(compact.t(), (k, m), columnwise=columnwise)
+                inner[f"{plane}_scale_inv"] = self._store(
+                    compact.t(), (k, m), columnwise=columnwise
+                )
         return quantizer, inner
 
     # -- helpers ----------------------------------------------------------------------------------
@@ -102,11 +114,15 @@ class MXFP8Storage(QuantizedStorage):
 
     def _compact(self, scale: Tensor, *, columnwise: bool) -> Tensor:
         m, k = matrix_shape(self.shape)
-        return compact_scale(scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm)
+        return compact_scale(
+            scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm
+        )
 
     def _store(self, scale: Tensor, shape: Sequence[int], *, columnwise: bool) -> Tensor:
         m, k = matrix_shape(shape)
-        return store_scale(scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm)
+        return store_scale(
+            scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm
+        )
 
     def _whole(self, dim: int, edges: Sequence[int]) -> bool:
         """Whether blocks of 32 rows (or of 32 columns, for the last axis) do not cross ``edges`` of ``dim``."""
@@ -139,13 +155,17 @@ class MXFP8Storage(QuantizedStorage):
                 continue
             out[f"{plane}_data"] = (data, dim, BLOCK)
             compact = self._compact(scale, columnwise=columnwise)
-            compact = compact.reshape(outer, -1, compact.shape[-1]) if outer else compact.unsqueeze(0)
+            compact = (
+                compact.reshape(outer, -1, compact.shape[-1]) if outer else compact.unsqueeze(0)
+            )
             along_blocks = last != columnwise
             unit = 1 if along_blocks else BLOCK
             out[f"{plane}_scale_inv"] = (compact, 2 if last else 1, unit if last else unit * inner)
         return out
 
-    def _map(self, shape: Sequence[int], fn: Callable[[Tensor, int, int], Tensor], dim: int) -> dict[str, Tensor]:
+    def _map(
+        self, shape: Sequence[int], fn: Callable[[Tensor, int, int], Tensor], dim: int
+    ) -> dict[str, Tensor]:
         return self._join(shape, {n: fn(*part) for n, part in self._parts(dim).items()})
 
     def _join(self, shape: Sequence[int], parts: dict[str, Tensor]) -> dict[str, Tensor]:

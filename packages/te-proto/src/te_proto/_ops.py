@@ -33,21 +33,21 @@ def _bind(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 def _alias(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = args[0].like(args[0].inner())
+    out = args[0].like(args[0].inner_tensors())
     out.is_view_copy = args[0].is_view_copy
     return out
 
 
 def _clone(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].like({n: t.clone() for n, t in args[0].inner().items()})
+    return args[0].like({n: t.clone() for n, t in args[0].inner_tensors().items()})
 
 
 def _pin(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].like({n: t.pin_memory() for n, t in args[0].inner().items()})
+    return args[0].like({n: t.pin_memory() for n, t in args[0].inner_tensors().items()})
 
 
 def _is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    inner = args[0].inner()
+    inner = args[0].inner_tensors()
     return bool(inner) and all(t.is_pinned() for t in inner.values())
 
 
@@ -57,7 +57,7 @@ def _to_copy(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return NotImplemented
     move = {"device": given["device"], "non_blocking": given["non_blocking"], "copy": True}
-    inner = {n: t.to(**move) for n, t in q.inner().items()}
+    inner = {n: t.to(**move) for n, t in q.inner_tensors().items()}
     if given["pin_memory"]:
         inner = {n: t.pin_memory() for n, t in inner.items()}
     return q.like(inner, dtype=dtype)
@@ -71,7 +71,7 @@ def _copy_(func: Any, args: Args, kwargs: Kwargs) -> Any:
         dst.copy_(src.dequantize(dst.dtype if dst.dtype.is_floating_point else None))
         return dst
     if isinstance(src, QuantizedStorage) and dst.shape == src.shape:
-        wanted, held = dst.inner(), src.inner()
+        wanted, held = dst.inner_tensors(), src.inner_tensors()
         usage = {"rowwise": dst.quantizer.rowwise, "columnwise": dst.quantizer.columnwise}
         same = src.quantizer.replace(internal=dst.quantizer.internal, **usage) == dst.quantizer
         if same and all(n in held for n in wanted):
@@ -111,14 +111,16 @@ def _view_as(q: Any, shape: Sequence[int]) -> Any:
     inner = q.view_inner(shape)
     if inner is None:
         return NotImplemented
-    held = {id(t) for t in q.inner().values()}
+    held = {id(t) for t in q.inner_tensors().values()}
     out = q.like(inner, shape=shape)
     scales = [t for n, t in inner.items() if tuple(t.shape) != tuple(shape)]
     out.is_view_copy = q.is_view_copy or any(id(t) not in held for t in scales)
     return out
 
 
-def _view_copy(q: Any, inner: dict[str, Tensor], shape: Sequence[int], quantizer: Any = None) -> Any:
+def _view_copy(
+    q: Any, inner: dict[str, Tensor], shape: Sequence[int], quantizer: Any = None
+) -> Any:
     """Return what torch takes for a view, though its buffers are copies: it refuses to be written."""
     out = q.like(inner, quantizer=quantizer, shape=shape)
     out.is_view_copy = True
@@ -151,7 +153,9 @@ def _unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _squeeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
     q = args[0]
-    dims = range(q.dim()) if len(args) == 1 else ([args[1]] if isinstance(args[1], int) else args[1])
+    dims = (
+        range(q.dim()) if len(args) == 1 else ([args[1]] if isinstance(args[1], int) else args[1])
+    )
     gone = {d % q.dim() for d in dims if q.shape[d] == 1}
     return _view_as(q, [n for d, n in enumerate(q.shape) if d not in gone])
 
@@ -159,13 +163,21 @@ def _squeeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Any:
     q = args[0]
     shape = tuple(n if s == -1 else s for s, n in zip(args[1], q.shape, strict=False))
-    return _alias(func, args, kwargs) if shape == tuple(q.shape) and len(args[1]) == q.dim() else NotImplemented
+    return (
+        _alias(func, args, kwargs)
+        if shape == tuple(q.shape) and len(args[1]) == q.dim()
+        else NotImplemented
+    )
 
 
 def _as_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
     q = given["self"]
-    if tuple(given["size"]) == tuple(q.shape) and tuple(given["stride"]) == q.stride() and not given["storage_offset"]:
+    if (
+        tuple(given["size"]) == tuple(q.shape)
+        and tuple(given["stride"]) == q.stride()
+        and not given["storage_offset"]
+    ):
         return _alias(func, (q,), {})
     msg = (
         f"{q.quantizer.format_name}: as_strided must keep shape {tuple(q.shape)} and strides {q.stride()}, "
@@ -234,7 +246,10 @@ def _unbind(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
     tensors, first = given["tensors"], given["tensors"][0]
-    alike = all(type(t) is type(first) and t.quantizer == first.quantizer and t.dtype == first.dtype for t in tensors)
+    alike = all(
+        type(t) is type(first) and t.quantizer == first.quantizer and t.dtype == first.dtype
+        for t in tensors
+    )
     if not alike or any(t.dim() != first.dim() for t in tensors):
         return NotImplemented
     dim = given["dim"] % first.dim()
@@ -261,11 +276,15 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if order == [0, 1]:
         return _alias(func, args, kwargs)
     result = q.transpose_inner()
-    return NotImplemented if result is None else _view_copy(q, result[1], (q.shape[1], q.shape[0]), result[0])
+    return (
+        NotImplemented
+        if result is None
+        else _view_copy(q, result[1], (q.shape[1], q.shape[0]), result[0])
+    )
 
 
 def _record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
-    for tensor in args[0].inner().values():
+    for tensor in args[0].inner_tensors().values():
         tensor.record_stream(args[1])
 
 
@@ -278,7 +297,7 @@ def _view_dtype(func: Any, args: Args, kwargs: Kwargs) -> Any:
     q = args[0]
     msg = (
         f"{q.quantizer.format_name}: the bits of a quantized tensor cannot be viewed as {args[1]}; "
-        f"use an inner tensor ({', '.join(q.inner())})"
+        f"use an inner tensor ({', '.join(q.inner_tensors())})"
     )
     raise DtypeError(msg)
 
@@ -316,4 +335,3 @@ def handlers() -> dict[Any, Callable[[Any, Args, Kwargs], Any]]:
         _set_data_refused: (aten.set_.source_Tensor, aten.set_.source_Storage),
     }
     return {op: handler for handler, ops in table.items() for op in ops}
-

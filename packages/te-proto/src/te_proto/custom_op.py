@@ -77,13 +77,17 @@ class CustomOp:
         self._fn = fn
         self._outputs = outputs
         self._names = tuple(parameters)
-        self._defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        self._defaults = {
+            n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
+        }
         self._mutates = tuple(mutates)
         self.__doc__ = fn.__doc__
         namespace, _, op = name.partition("::")
         self._lib = torch.library.Library(namespace, "FRAGMENT")
         tail = ", Tensor(a!)[] mutated) -> ()" if mutates else ") -> Tensor[]"
-        self._lib.define(f"{op}(Tensor[] tensors, SymInt[] sizes, {get_opaque_type_name(Call)} call{tail}")
+        self._lib.define(
+            f"{op}(Tensor[] tensors, SymInt[] sizes, {get_opaque_type_name(Call)} call{tail}"
+        )
         self._lib.impl(op, self._real, "CompositeExplicitAutograd")
         torch.library.register_fake(name, self._fake, lib=self._lib)
         self._op = getattr(getattr(torch.ops, namespace), op)
@@ -97,10 +101,18 @@ class CustomOp:
         sizes: list[int] = []
         entries = []
         for name, value in zip(self._names, values, strict=True):
-            if self._differentiable and isinstance(value, QuantizedStorage) and isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            if (
+                self._differentiable
+                and isinstance(value, QuantizedStorage)
+                and isinstance(value, Tensor)
+                and value.requires_grad
+                and torch.is_grad_enabled()
+            ):
                 msg = f"{self.name}: {name} is quantized and requires grad, which an op cannot pass on; detach() or dequantize() it"
                 raise UsageError(msg)
-            entries.append(_flatten(name, value, mutated if name in self._mutates else tensors, sizes))
+            entries.append(
+                _flatten(name, value, mutated if name in self._mutates else tensors, sizes)
+            )
         if self._mutates:
             self._op(tensors, sizes, Call(tuple(entries)), mutated)
             return None
@@ -108,7 +120,9 @@ class CustomOp:
         protos = self._outputs(*[_proto(v) for v in values])
         return _assemble(protos, flat)
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None) -> None:
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None
+    ) -> None:
         """Give the op a gradient, for its plain floating-point arguments and results.
 
         Args:
@@ -146,7 +160,11 @@ class CustomOp:
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-        if len(args) > len(self._names) or any(n not in self._names for n in kwargs) or len(given) != len(self._names):
+        if (
+            len(args) > len(self._names)
+            or any(n not in self._names for n in kwargs)
+            or len(given) != len(self._names)
+        ):
             msg = f"{self.name}: takes the arguments {self._names}, got {len(args)} positional and {tuple(kwargs)}"
             raise TypeError(msg)
         return [given[n] for n in self._names]
@@ -162,7 +180,7 @@ class CustomOp:
             check_results(self.name, self._outputs(*[_proto(v) for v in values]), result, tensors)
         flat: list[Tensor] = []
         for value in _each(result):
-            flat.extend(value.inner().values() if isinstance(value, QuantizedStorage) else [value])
+            flat.extend(value.inner_tensors().values() if isinstance(value, QuantizedStorage) else [value])
         return flat
 
     def _fake(
@@ -175,7 +193,11 @@ class CustomOp:
         return [tensor for proto in _each(protos) for tensor in proto.create_inner_tensors()]
 
     def _unflatten(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], call: Call, mutated: Sequence[Tensor] = ()
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        call: Call,
+        mutated: Sequence[Tensor] = (),
     ) -> list[Any]:
         """Rebuild the arguments; the inverse of :func:`_flatten` over all of them."""
         plain, written, numbers = iter(tensors), iter(mutated), iter(sizes)
@@ -188,7 +210,9 @@ class CustomOp:
                 inner_names, cls, quantizer, dtype, rank = rest
                 inner = {n: next(source) for n in inner_names}
                 shape = tuple(next(numbers) for _ in range(rank))
-                values.append(FlattenContext(cls, quantizer, getattr(torch, dtype)).build(inner, shape))
+                values.append(
+                    FlattenContext(cls, quantizer, getattr(torch, dtype)).build(inner, shape)
+                )
             elif kind == "int":
                 values.append(next(numbers))
             elif kind == "ints":
@@ -237,10 +261,17 @@ def custom_op(
 
 def _flatten(name: str, value: Any, tensors: list[Tensor], sizes: list[int]) -> tuple[Any, ...]:
     if isinstance(value, QuantizedStorage):
-        inner = QuantizedStorage.inner(value)  # a method of a traced tensor would be an opaque call
+        inner = QuantizedStorage.inner_tensors(value)  # a method of a traced tensor would be an opaque call
         tensors.extend(inner.values())
         sizes.extend(value.shape)
-        return ("quantized", tuple(inner), type(value), value.quantizer, str(value.dtype)[6:], len(value.shape))
+        return (
+            "quantized",
+            tuple(inner),
+            type(value),
+            value.quantizer,
+            str(value.dtype)[6:],
+            len(value.shape),
+        )
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("plain",)
@@ -303,7 +334,7 @@ def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor]
             if getattr(proto, what) != getattr(real, what):
                 msg = f"{name}: {what} of result {i} is described as {getattr(proto, what)}, got {getattr(real, what)}"
                 raise LayoutError(msg)
-        inner = result.inner() if isinstance(result, QuantizedStorage) else {"data": result}
+        inner = result.inner_tensors() if isinstance(result, QuantizedStorage) else {"data": result}
         for buffer, (key, spec) in zip(inner.items(), proto.inner_specs().items(), strict=True):
             got = (buffer[0], tuple(buffer[1].shape), buffer[1].dtype, buffer[1].is_contiguous())
             if got != (key, tuple(spec.shape), spec.dtype, True):

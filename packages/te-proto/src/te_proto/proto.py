@@ -79,7 +79,8 @@ class TensorProto:
             msg = f"a prototype of shape {self.shape} needs a device to be made; pass device='cuda' or 'cpu'"
             raise DeviceError(msg)
         return [
-            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in self.inner_specs().values()
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            for spec in self.inner_specs().values()
         ]
 
     def assemble(self, inner: Sequence[Tensor] | Mapping[str, Tensor]) -> Any:
@@ -104,7 +105,9 @@ class TensorProto:
             return data.requires_grad_() if self.requires_grad else data
         named = dict(inner) if isinstance(inner, dict) else dict(zip(names, inner, strict=True))
         context = self.quantizer.create_metadata(self.dtype)
-        return context.build(named, self.shape, requires_grad=self.requires_grad and not self.quantizer.internal)
+        return context.build(
+            named, self.shape, requires_grad=self.requires_grad and not self.quantizer.internal
+        )
 
     def create_tensor(self) -> Any:
         """Allocate and assemble: an uninitialised tensor, or bare storage if ``internal``.
@@ -124,7 +127,9 @@ class TensorProto:
         if self.quantizer is None:
             msg = f"a plain tensor has no planes: the prototype of shape {self.shape} has no quantizer"
             raise UsageError(msg)
-        return self.replace(quantizer=self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
+        return self.replace(
+            quantizer=self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        )
 
     def replace(self, **changes: Any) -> Self:
         """Return the prototype with other attributes."""
@@ -191,5 +196,3 @@ def eval_proto(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
         out = fn(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
         return tree_map_only((Tensor, QuantizedStorage), to_tensor_proto, out)
-
-

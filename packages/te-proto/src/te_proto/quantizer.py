@@ -89,7 +89,9 @@ class Quantizer(OpaqueBase):
 
     def _refuse(self, option: str, rule: str, value: object, todo: str = "") -> typing.NoReturn:
         """Raise the error of an option that the format does not have."""
-        msg = f"{self.format_name}: option {option} {rule}, got {value!r}{'; ' if todo else ''}{todo}"
+        msg = (
+            f"{self.format_name}: option {option} {rule}, got {value!r}{'; ' if todo else ''}{todo}"
+        )
         raise QuantizerError(msg)
 
     # -- what a format supplies -------------------------------------------------------------------
@@ -110,7 +112,9 @@ class Quantizer(OpaqueBase):
         """Raise :class:`te_proto.errors.ShapeError` if the planes that are on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None) -> dict[str, Tensor]:
+    def quantize_impl(
+        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
@@ -120,7 +124,9 @@ class Quantizer(OpaqueBase):
         """
 
     @abstractmethod
-    def dequantize_impl(self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def dequantize_impl(
+        self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
         """Return the plain tensor of ``shape`` and ``dtype`` that the buffers ``inner`` stand for."""
 
     @property
@@ -193,7 +199,9 @@ class Quantizer(OpaqueBase):
 
     def create_metadata(self, dtype: torch.dtype) -> FlattenContext:
         """Return the flatten context of a tensor of nominal ``dtype`` that this quantizer makes."""
-        return FlattenContext(self.storage_class if self.internal else self.tensor_class, self, dtype)
+        return FlattenContext(
+            self.storage_class if self.internal else self.tensor_class, self, dtype
+        )
 
     def make_empty(
         self,
@@ -207,7 +215,11 @@ class Quantizer(OpaqueBase):
         from te_proto.proto import TensorProto  # proto builds on this module
 
         return TensorProto(
-            shape=tuple(shape), dtype=dtype, quantizer=self, device=device, requires_grad=requires_grad
+            shape=tuple(shape),
+            dtype=dtype,
+            quantizer=self,
+            device=device,
+            requires_grad=requires_grad,
         ).create_tensor()
 
     def quantize(self, x: Tensor | QuantizedStorage) -> Any:
@@ -233,7 +245,9 @@ class Quantizer(OpaqueBase):
             return torch.ops.te_proto.straight_through(plain, out)
         return out
 
-    def quantize_into(self, x: Tensor | QuantizedStorage, out: QuantizedStorage, noop: Tensor | None = None) -> None:
+    def quantize_into(
+        self, x: Tensor | QuantizedStorage, out: QuantizedStorage, noop: Tensor | None = None
+    ) -> None:
         """Quantize ``x`` into the buffers of ``out``, which keep their memory.
 
         The layout is the one ``out`` has now; options that only change the arithmetic are this
@@ -251,10 +265,12 @@ class Quantizer(OpaqueBase):
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
         self._check_input(plain)
         if not isinstance(out, QuantizedStorage) or type(out.quantizer) is not type(self):
-            msg = f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
+            msg = (
+                f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
+            )
             raise LayoutError(msg)
         QuantizedStorage.check_writable(out)
-        wanted, held = self.describe_buffers(plain.shape), QuantizedStorage.inner(out)
+        wanted, held = self.describe_buffers(plain.shape), QuantizedStorage.inner_tensors(out)
         found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
         if plain.shape != out.shape or wanted != found:
             msg = (
@@ -263,7 +279,9 @@ class Quantizer(OpaqueBase):
                 f"quantize into a tensor made by this quantizer"
             )
             raise LayoutError(msg)
-        if noop is not None and (noop.dtype != torch.float32 or noop.numel() != 1 or noop.device != out.device):
+        if noop is not None and (
+            noop.dtype != torch.float32 or noop.numel() != 1 or noop.device != out.device
+        ):
             msg = (
                 f"{self.format_name}: noop must be one float32 element on {out.device}, "
                 f"got {noop.dtype} of shape {tuple(noop.shape)} on {noop.device}"
@@ -292,7 +310,9 @@ def _define(cls: type[Quantizer]) -> None:
     hints = typing.get_type_hints(cls)
     types = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     for name, kind in types.items():
-        if kind not in _FIELD_TYPES and not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        if kind not in _FIELD_TYPES and not (
+            isinstance(kind, type) and issubclass(kind, enum.Enum)
+        ):
             msg = (
                 f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, str "
                 f"or an Enum, so that quantizers are values; pass anything else as an argument of the call"

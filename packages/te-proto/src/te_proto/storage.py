@@ -45,7 +45,9 @@ class FlattenContext(NamedTuple):
     quantizer: Quantizer
     dtype: torch.dtype
 
-    def build(self, inner: Mapping[str, Tensor], shape: Sequence[int], *, requires_grad: bool = False) -> Any:
+    def build(
+        self, inner: Mapping[str, Tensor], shape: Sequence[int], *, requires_grad: bool = False
+    ) -> Any:
         """Assemble the tensor or storage from its inner tensors."""
         if issubclass(self.cls, Tensor):
             return self.cls(inner, self.quantizer, shape, self.dtype, requires_grad=requires_grad)
@@ -86,15 +88,29 @@ class QuantizedStorage:
         super().__init_subclass__(**kwargs)
         names: dict[str, None] = {}
         for base in reversed(cls.__mro__):
-            annotations = base.__dict__.get("__annotations__", {}) if issubclass(base, QuantizedStorage) else {}
-            names.update({n: None for n, a in annotations.items() if a is InnerTensor or str(a).endswith("InnerTensor")})
+            annotations = (
+                base.__dict__.get("__annotations__", {})
+                if issubclass(base, QuantizedStorage)
+                else {}
+            )
+            names.update(
+                {
+                    n: None
+                    for n, a in annotations.items()
+                    if a is InnerTensor or str(a).endswith("InnerTensor")
+                }
+            )
         cls.inner_names = tuple(names)
         register_class(cls)
         cls.class_key = class_id(cls)
         setattr(_Sourced, cls.class_key, cls)
 
     def __init__(
-        self, inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype
+        self,
+        inner: Mapping[str, Tensor],
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
@@ -110,20 +126,30 @@ class QuantizedStorage:
 
     # -- the flatten protocol ---------------------------------------------------------------------
 
-    def inner(self) -> dict[str, Tensor]:
+    def inner_tensors(self) -> dict[str, Tensor]:
         """Return the inner tensors that are present, in flatten order."""
         return {n: t for n, t in ((n, getattr(self, n)) for n in self.inner_names) if t is not None}
 
     def __tensor_flatten__(self) -> tuple[list[str], FlattenContext]:
-        return list(self.inner()), FlattenContext(type(self), self.quantizer, self.dtype)
+        return list(self.inner_tensors()), FlattenContext(type(self), self.quantizer, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, Tensor], context: FlattenContext, outer_size: Sequence[int], outer_stride: object
+        inner: Mapping[str, Tensor],
+        context: FlattenContext,
+        outer_size: Sequence[int],
+        outer_stride: object,
     ) -> Any:
         return context.build(inner, outer_size)
 
-    def like(self, inner: Mapping[str, Tensor], *, quantizer: Quantizer | None = None, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Self:
+    def like(
+        self,
+        inner: Mapping[str, Tensor],
+        *,
+        quantizer: Quantizer | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         """Return a tensor or storage of this class around other inner tensors."""
         context = FlattenContext(type(self), quantizer or self.quantizer, dtype or self.dtype)
         result: Self = context.build(inner, self.shape if shape is None else shape)
@@ -153,7 +179,7 @@ class QuantizedStorage:
         self._set(self._planes(quantizer), quantizer)
 
     def _planes(self, quantizer: Quantizer) -> dict[str, Tensor]:
-        held = self.inner()
+        held = self.inner_tensors()
         wanted = list(quantizer.describe_buffers(self.shape))
         missing = [name for name in wanted if name not in held]
         if missing:
@@ -164,7 +190,7 @@ class QuantizedStorage:
         """Compute the ``missing`` buffers of ``quantizer`` from those held; a format may override."""
         msg = (
             f"{quantizer.format_name}: the tensor does not hold {', '.join(missing)} and they cannot be derived from "
-            f"{', '.join(self.inner()) or 'nothing'}; quantize the high-precision tensor with that usage"
+            f"{', '.join(self.inner_tensors()) or 'nothing'}; quantize the high-precision tensor with that usage"
         )
         raise UsageError(msg)
 
@@ -181,7 +207,7 @@ class QuantizedStorage:
 
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
         """Return the inner tensors of a view of ``shape``, or None if a block would be cut."""
-        return self.inner() if tuple(shape) == tuple(self.shape) else None
+        return self.inner_tensors() if tuple(shape) == tuple(self.shape) else None
 
     def narrow_inner(self, dim: int, start: int, length: int) -> dict[str, Tensor]:
         """Return the inner tensors of ``length`` entries from ``start`` of axis ``dim``.
@@ -212,7 +238,7 @@ class QuantizedStorage:
         Raises:
             UsageError: no plane is held.
         """
-        inner = self.inner()
+        inner = self.inner_tensors()
         if not inner:
             msg = f"{self.quantizer.format_name}: the tensor holds no plane, so there is nothing to dequantize"
             raise UsageError(msg)
@@ -221,11 +247,15 @@ class QuantizedStorage:
     @property
     def nbytes(self) -> int:
         """Bytes held by the inner tensors."""
-        return sum(t.numel() * t.itemsize for t in self.inner().values())  # .nbytes refuses SymInts
+        return sum(t.numel() * t.itemsize for t in self.inner_tensors().values())  # .nbytes refuses SymInts
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False) -> Self:
+    def to(
+        self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False
+    ) -> Self:
         """Return the storage with every inner tensor on ``device``."""
-        moved = {n: t.to(device, non_blocking=non_blocking, copy=copy) for n, t in self.inner().items()}
+        moved = {
+            n: t.to(device, non_blocking=non_blocking, copy=copy) for n, t in self.inner_tensors().items()
+        }
         return self.like(moved)
 
     def numel(self) -> int:
@@ -234,7 +264,9 @@ class QuantizedStorage:
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         # no values: a large tensor in a log line costs nothing, and a fake one has none
-        buffers = ", ".join(f"{n}={str(t.dtype)[6:]}{list(t.shape)}" for n, t in self.inner().items())
+        buffers = ", ".join(
+            f"{n}={str(t.dtype)[6:]}{list(t.shape)}" for n, t in self.inner_tensors().items()
+        )
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={str(self.dtype)[6:]}, "
             f"device={self.device}, quantizer={self.quantizer}, {buffers or 'no plane'})"
@@ -250,7 +282,7 @@ class QuantizedStorage:
             class_id(type(self)),
             class_id(type(self.quantizer)),
             self.quantizer.state(),
-            self.inner(),
+            self.inner_tensors(),
             tuple(self.shape),
             self.dtype,
             bool(tensor and self.requires_grad),  # type: ignore[attr-defined]
@@ -272,7 +304,9 @@ def register_class(cls: type[Any]) -> None:
     key = class_id(cls)
     with _LOCK:
         if _CLASSES.setdefault(key, cls) is not cls:
-            msg = f"two classes claim the name {key!r}; rename one, or do not import the module twice"
+            msg = (
+                f"two classes claim the name {key!r}; rename one, or do not import the module twice"
+            )
             raise PluginError(msg)
 
 
@@ -314,7 +348,11 @@ def check_layout(inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Seque
         raise LayoutError(msg)
     for name, spec in described.items():
         tensor = inner[name]
-        if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype or not tensor.is_contiguous():
+        if (
+            tuple(tensor.shape) != tuple(spec.shape)
+            or tensor.dtype != spec.dtype
+            or not tensor.is_contiguous()
+        ):
             msg = (
                 f"{quantizer.format_name}: {name} of a tensor of shape {tuple(shape)} must be a contiguous {spec.dtype} "
                 f"of shape {tuple(spec.shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)} "
@@ -327,7 +365,9 @@ def _device_of(inner: Mapping[str, Tensor]) -> torch.device:
     return next(iter(inner.values())).device if inner else torch.device("cpu")
 
 
-def prepare_for_saving(*tensors: Tensor | QuantizedStorage | None) -> tuple[list[Tensor | None], list[Any]]:
+def prepare_for_saving(
+    *tensors: Tensor | QuantizedStorage | None,
+) -> tuple[list[Tensor | None], list[Any]]:
     """Split tensors into plain ones that autograd can save and what rebuilds the rest.
 
     ``None`` and ``torch.Tensor`` objects, wrappers included, are one entry each. A bare storage

@@ -115,7 +115,11 @@ class QuantizedTensor(QuantizedStorage, Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
@@ -187,8 +191,12 @@ class QuantizedTensor(QuantizedStorage, Tensor):
                 f"got {tuple(value.shape)}"
             )
             raise ShapeError(msg)
-        if isinstance(value, type(self)) and value.dtype == self.dtype and value.device == self.device:
-            self._set(value.inner(), value.quantizer)
+        if (
+            isinstance(value, type(self))
+            and value.dtype == self.dtype
+            and value.device == self.device
+        ):
+            self._set(value.inner_tensors(), value.quantizer)
         else:
             self.quantize_(value.detach())
 
@@ -198,7 +206,9 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         if id(self) in memo:
             known: Self = memo[id(self)]
             return known
-        out = self.like({n: t.clone() for n, t in self.inner().items()}).requires_grad_(self.requires_grad)
+        out = self.like({n: t.clone() for n, t in self.inner_tensors().items()}).requires_grad_(
+            self.requires_grad
+        )
         memo[id(self)] = out
         out.__dict__.update(copy.deepcopy(self._extra_state(), memo))
         if self.grad is not None:
@@ -207,7 +217,7 @@ class QuantizedTensor(QuantizedStorage, Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches: the layout and its sizes, never the values."""
-        inner = [(n, t.dtype, str(t.device), str(tuple(t.shape))) for n, t in self.inner().items()]
+        inner = [(n, t.dtype, str(t.device), str(tuple(t.shape))) for n, t in self.inner_tensors().items()]
         outer = (str(tuple(self.shape)), self.dtype, self.requires_grad)
         return f"{type(self).__module__}:{type(self).__qualname__}:{self.quantizer._stable_hash_for_caching()}:{outer}:{inner}"
 
@@ -218,7 +228,7 @@ def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 def _straight_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     q: QuantizedTensor = args[1]
-    return q.like(q.inner())
+    return q.like(q.inner_tensors())
 
 
 def _setup_dequantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -255,7 +265,9 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     schema = func._schema.arguments
     given = {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
-    targets = [given[a.name] for a in schema if a.alias_info and a.alias_info.is_write and a.name in given]
+    targets = [
+        given[a.name] for a in schema if a.alias_info and a.alias_info.is_write and a.name in given
+    ]
     args, kwargs = tree_map_only(QuantizedTensor, lambda q: plain[id(q)], (args, kwargs))
     out = func(*args, **kwargs)
 
