@@ -11,7 +11,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
-from te_proto.custom_op import custom_op
+from te_proto.custom_ops import custom_op
 from te_proto.proto import TensorProto
 from te_proto.storage import QuantizedStorage
 
