@@ -247,8 +247,8 @@ def test_one_graph_for_every_row_count_forward_and_backward() -> None:
 def test_a_shape_error_reads_the_same_under_compile() -> None:
     quantizer = ToyQuantizer(multiple=16)
     config = LinearConfig(input=quantizer, weight=quantizer, grad_output=quantizer)
-    x, w, _ = operands((8, 40))
-    message = "linear: input of shape (8, 40): toy: K must be a multiple of 16, got 40"
+    x, w, _ = operands((16, 40))
+    message = "linear: input of shape (16, 40): toy: K must be a multiple of 16, got 40"
     with pytest.raises(ShapeError, match=re.escape(message)):
         linear(x, w, config=config)
     compiled = torch.compile(lambda: linear(x, w, config=config), fullgraph=True, backend="eager")
