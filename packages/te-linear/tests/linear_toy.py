@@ -38,13 +38,12 @@ class ToyQuantizer(Quantizer):
     storage_class: ClassVar = ToyStorage
     tensor_class: ClassVar = ToyTensor
 
-    @property
     def alignment(self) -> tuple[int, int]:
         return (self.multiple if self.columnwise else 1, self.multiple if self.rowwise else 1)
 
     def check_shape(self, shape: Sequence[int]) -> None:
         sizes = (math.prod(shape[:-1]), shape[-1])
-        for axis, size, multiple in zip("MK", sizes, self.alignment, strict=True):
+        for axis, size, multiple in zip("MK", sizes, self.alignment(), strict=True):
             if size % multiple:
                 msg = f"toy: {axis} must be a multiple of {multiple}, got {size}"
                 raise ShapeError(msg)
