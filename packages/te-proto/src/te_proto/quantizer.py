@@ -113,15 +113,11 @@ class Quantizer(OpaqueBase):
         """Raise :class:`te_proto.errors.ShapeError` if the planes that are on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
             x: a plain tensor whose shape and dtype were checked; any strides.
-            out: write into these buffers instead of new ones, and return them.
-            noop: float32 scalar tensor; with ``out``, exactly 1.0 leaves every byte as it is.
         """
 
     @abstractmethod
@@ -133,6 +129,19 @@ class Quantizer(OpaqueBase):
     @abstractmethod
     def alignment(self) -> tuple[int, int]:
         """Multiples that ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+
+    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+        """Quantize ``x`` into the buffers ``out``; a format with kernels may override.
+
+        Args:
+            x: as for :meth:`quantize_impl`.
+            out: buffers that were checked against :meth:`describe_buffers`.
+            noop: one float32 element; exactly 1.0 leaves every byte as it is.
+        """
+        for name, made in self.quantize_impl(x).items():
+            if noop is not None:
+                made = torch.where(noop.reshape(()) == 1.0, out[name], made)  # noqa: PLW2901
+            out[name].copy_(made)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -288,7 +297,7 @@ class Quantizer(OpaqueBase):
             )
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
         with torch.no_grad():
-            self.quantize_impl(plain.detach().to(out.device), held, noop)
+            self.quantize_into_impl(plain.detach().to(out.device), held, noop)
         now = self.replace(internal=out.quantizer.internal)
         if now != out.quantizer:
             out.quantizer = now

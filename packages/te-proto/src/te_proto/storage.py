@@ -102,7 +102,8 @@ class QuantizedStorage:
             )
         cls.inner_names = tuple(names)
         register_class(cls)
-        cls.class_key = class_id(cls)
+        # dynamo takes an attribute's name only without dots
+        cls.class_key = "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in class_id(cls))
         setattr(_Sourced, cls.class_key, cls)
 
     def __init__(
