@@ -11,8 +11,8 @@ from te_proto.testing import aot_report
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 if TYPE_CHECKING:
     from pathlib import Path

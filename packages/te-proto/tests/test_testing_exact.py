@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 pytestmark = pytest.mark.usefixtures("cpu_triton")
 

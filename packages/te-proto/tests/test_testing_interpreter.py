@@ -13,9 +13,9 @@ from te_proto.testing import cpu_launches_interpreted
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.language.extra import libdevice  # noqa: E402
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
 
 pytestmark = pytest.mark.usefixtures("cpu_triton")
 

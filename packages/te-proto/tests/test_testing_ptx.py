@@ -12,8 +12,8 @@ from te_proto.testing import _ptx
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 # four pairs of e2m1, the even element in the low half of its byte
 PACK = """

@@ -104,22 +104,10 @@ def aot_report(
             ``TRITON_INTERPRET`` took the kernel away from the compiler.
     """
     _check(kernel, signature, constexprs, target, align16)
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = list(kernel.arg_names)
-    aligned = [n for n in names if signature.get(n, "").startswith("*") or n in align16]
-    source = ASTSource(
-        fn=kernel,
-        signature={n: signature.get(n, "constexpr") for n in names},
-        constexprs={(names.index(n),): value for n, value in constexprs.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
     arch = int(target.removeprefix("sm_"))
     # said out loud: triton 3.9 warns that its default will change
     chosen = {"num_warps": num_warps, "enable_fp_fusion": True, **(options or {})}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
+    compiled = _compile(kernel, signature, constexprs, arch, align16, chosen)
     ptx = compiled.asm["ptx"]
     log = _ptxas(ptx, arch, fusion=bool(chosen["enable_fp_fusion"]))
     return AotReport(
@@ -135,6 +123,29 @@ def aot_report(
         cvt=tuple(sorted(set(re.findall(r"\bcvt\.\S*(?:e4m3|e5m2|e2m1|e8m0)\S*", ptx)))),
         ptx=ptx,
     )
+
+
+def _compile(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    arch: int,
+    align16: Collection[str],
+    options: Mapping[str, Any],
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(kernel.arg_names)
+    aligned = [n for n in names if signature.get(n, "").startswith("*") or n in align16]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: signature.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in constexprs.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
 
 
 def _check(
