@@ -133,7 +133,7 @@ class MXFP8Storage(QuantizedStorage):
         )
 
     def _whole(self, dim: int, edges: Sequence[int]) -> bool:
-        """Whether no block of 32 rows, or columns for the last axis, crosses ``edges`` of ``dim``."""
+        """Whether no block of 32 rows (last axis: columns) crosses ``edges`` of ``dim``."""
         if dim == len(self.shape) - 1:
             return all(edge % BLOCK == 0 for edge in edges)
         outer, chunk = math.prod(self.shape[:dim]), math.prod(self.shape[dim:-1])
