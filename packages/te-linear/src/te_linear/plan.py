@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from te_proto.errors import DtypeError, ShapeError
+from te_proto.errors import DtypeError, ShapeError, UsageError
 from te_proto.proto import TensorProto
 from te_proto.quantizer import INPUT_DTYPES, Quantizer, Recipe
 
@@ -137,6 +137,13 @@ def _operand(
     """Return the quantized form of an operand that forward reads rowwise."""
     if given.quantizer is not None:
         quantizer = given.quantizer
+        if not quantizer.rowwise or (columnwise and not quantizer.columnwise):
+            lacks, has = ("rowwise", "columnwise") if not quantizer.rowwise else ("columnwise", "rowwise")
+            msg = (
+                f"linear: {role} must hold the {lacks} plane, got {has} alone; "
+                f"quantize it with that usage"
+            )
+            raise UsageError(msg)
     quantizer = quantizer.replace(internal=True, rowwise=True, columnwise=columnwise)
     proto = TensorProto(shape=shape, dtype=given.dtype, quantizer=quantizer, device=given.device)
     _fits(role, proto)

@@ -46,7 +46,6 @@ class MXFP8Quantizer(Quantizer):
         if self.dtype not in FORMAT.elements:
             self._refuse("dtype", f"must be one of {', '.join(FORMAT.elements)}", self.dtype)
 
-    @property
     def alignment(self) -> tuple[int, int]:
         """Multiples that ``(M, K)`` must have for the usages that are on."""
         both = self.with_2d_quantization and (self.rowwise or self.columnwise)
@@ -57,7 +56,7 @@ class MXFP8Quantizer(Quantizer):
         if len(shape) == 0:
             msg = "mxfp8: x must have at least one axis, got a 0-d tensor; reshape it to (1, K)"
             raise ShapeError(msg)
-        (m, k), (rows, columns) = matrix_shape(shape), self.alignment
+        (m, k), (rows, columns) = matrix_shape(shape), self.alignment()
         if k % columns:
             msg = (
                 f"mxfp8: the last axis of x must be a multiple of {columns}, "

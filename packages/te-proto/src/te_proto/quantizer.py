@@ -54,7 +54,8 @@ class Quantizer(OpaqueBase):
     A subclass is made a frozen, keyword-only dataclass and registered with torch as an opaque value
     when it is defined. Its fields are its identity and may only be bool, int, float, str or Enum.
     A format supplies the class attributes, :meth:`describe_buffers`, :meth:`check_shape`,
-    :meth:`quantize_impl`, :meth:`dequantize_impl` and :attr:`alignment`.
+    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may call
+    methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13) cannot.
 
     Attributes:
         rowwise: produce the plane whose blocks run along the last axis.
@@ -129,7 +130,6 @@ class Quantizer(OpaqueBase):
     ) -> Tensor:
         """Return the plain tensor of ``shape`` and ``dtype`` that ``inner`` stands for."""
 
-    @property
     @abstractmethod
     def alignment(self) -> tuple[int, int]:
         """Multiples ``(M, K)`` must have for the usages that are on; 1 where any size will do."""

@@ -207,8 +207,7 @@ def encode_pack_e2m1(even, odd, HARDWARE: tl.constexpr = False):
 
 @triton.jit
 def _encode_e8m0_hardware(x):
-    # The second operand fills the low half. No statement says what it does with a sign: take it
-    # off.
+    # The second operand fills the low half. Nothing says what becomes of a sign: take it off.
     pair = tl.inline_asm_elementwise(
         "cvt.rp.satfinite.ue8m0x2.f32 $0, 0.0, $1;",
         "=h,r",
