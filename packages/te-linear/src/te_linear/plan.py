@@ -161,13 +161,19 @@ def _fits(role: str, proto: TensorProto) -> None:
 def _check(x: TensorProto, weight: TensorProto, bias: TensorProto | None) -> None:
     for role, proto in (("input", x), ("weight", weight), ("bias", bias)):
         if proto is not None and proto.dtype not in INPUT_DTYPES:
-            msg = f"linear: {role} must be float32, bfloat16 or float16, got {str(proto.dtype)[6:]}; cast it first"
+            msg = (
+                f"linear: {role} must be float32, bfloat16 or float16, got {str(proto.dtype)[6:]}; "
+                "cast it first"
+            )
             raise DtypeError(msg)
     if len(weight.shape) != 2:
         msg = f"linear: weight must have 2 axes [N, K], got shape {weight.shape}"
         raise ShapeError(msg)
     if len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
-        msg = f"linear: the last axis of input must be K={weight.shape[1]} of the weight, got shape {x.shape}"
+        msg = (
+            f"linear: the last axis of input must be K={weight.shape[1]} of the weight, "
+            f"got shape {x.shape}"
+        )
         raise ShapeError(msg)
     if bias is not None and (len(bias.shape) != 1 or bias.shape[0] != weight.shape[0]):
         msg = (

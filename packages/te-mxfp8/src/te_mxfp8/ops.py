@@ -11,11 +11,11 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
+
+from te_mxfp8 import reference
 from te_proto.custom_ops import custom_op
 from te_proto.proto import TensorProto
 from te_proto.storage import QuantizedStorage
-
-from te_mxfp8 import reference
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,11 +9,14 @@ Shapes are the caller's to check: the rowwise plane needs ``K % 32 == 0``, the c
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from te_mxfp8.layout import BLOCK, TILE_INNER, TILE_OUTER, matrix_shape, scale_shape
 from te_proto.numerics import decode, decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def quantize(
@@ -22,8 +25,8 @@ def quantize(
     """Return the MXFP8 buffers of ``x``, present planes only, in canonical order.
 
     The scale of a block is the smallest power of two not below ``amax / max(dtype)``, so nothing
-    saturates. NaN is ignored in ``amax`` and becomes ``0x7F``; a block of NaN alone has scale byte 0,
-    a block with infinity 254. A zero keeps its sign: ``-0.0`` becomes ``0x80``, as in the peer's
+    saturates. NaN is ignored in ``amax`` and becomes ``0x7F``; a block of NaN alone has scale byte
+    0, a block with infinity 254. A zero keeps its sign: ``-0.0`` becomes ``0x80``, as in the peer's
     generic kernel. Its specialised kernels for bfloat16 and float16 add ``+0.0`` in the scaling and
     are expected to emit ``0x00`` there; no other value differs.
 
@@ -31,13 +34,15 @@ def quantize(
         x: ``[..., K]``, float32, bfloat16 or float16, any device and strides, may be empty.
         dtype: ``"e4m3"`` or ``"e5m2"``.
         rowwise: make the plane with one scale per 32 elements of a row.
-        columnwise: make the plane with one scale per 32 rows of a column, quantized from ``x`` again.
+        columnwise: make the plane with one scale per 32 rows of a column, quantized from ``x``
+            again.
         two_d: one scale per 32x32 block; both planes then hold the same codes.
         swizzled: store scales in the order of the GEMM, see :func:`swizzle`.
 
     Returns:
-        uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data``, ``columnwise_scale_inv`` in
-        the shapes of :func:`te_mxfp8.layout.buffer_shapes`. Scale padding is zero.
+        uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data``,
+        ``columnwise_scale_inv`` in the shapes of :func:`te_mxfp8.layout.buffer_shapes`. Scale
+        padding is zero.
 
     Source:
         TransformerEngine, ``common/cast/mxfp8/quantize_mxfp8.cuh``; OCP MX v1.0 for the codes.
@@ -108,9 +113,10 @@ def dequantize(
 def swizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
     """Return a padded compact scale buffer in the order of the GEMM, in the same 2-D shape.
 
-    Tiles of 128 x 4 scales follow each other in row-major order, 512 bytes each; inside a tile scale
-    ``(i, j)`` is byte ``(i % 32) * 16 + (i // 32) * 4 + j``. ``i`` counts rows of a rowwise and columns
-    of a columnwise buffer, ``j`` blocks: a columnwise buffer is swizzled as its transpose.
+    Tiles of 128 x 4 scales follow each other in row-major order, 512 bytes each; inside a tile
+    scale ``(i, j)`` is byte ``(i % 32) * 16 + (i // 32) * 4 + j``. ``i`` counts rows of a rowwise
+    and columns of a columnwise buffer, ``j`` blocks: a columnwise buffer is swizzled as its
+    transpose.
     """
     outer = scale.t() if columnwise else scale
     i, j = outer.shape
@@ -127,7 +133,7 @@ def unswizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
 
 
 def store_scale(scale: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
-    """Return the scale buffer of an ``[m, k]`` matrix: the scales of its blocks, padded with zero."""
+    """Return the scale buffer of an ``[m, k]`` matrix: its blocks' scales, padded with zero."""
     padded = scale.new_zeros(scale_shape(m, k, columnwise=columnwise))
     padded[: scale.shape[0], : scale.shape[1]] = scale
     return swizzle(padded, columnwise=columnwise) if swizzled else padded

@@ -11,19 +11,20 @@ import math
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+
+from te_mxfp8.layout import BLOCK, matrix_shape
+from te_mxfp8.reference import compact_scale, store_scale
 from te_proto.errors import ShapeError
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
-from te_mxfp8.layout import BLOCK, matrix_shape
-from te_mxfp8.reference import compact_scale, store_scale
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from te_proto.quantizer import Quantizer
     from torch import Tensor
     from typing_extensions import Self
+
+    from te_proto.quantizer import Quantizer
 
 _PLANES = (("rowwise", False), ("columnwise", True))
 
@@ -37,7 +38,10 @@ class MXFP8Storage(QuantizedStorage):
     columnwise_scale_inv: InnerTensor
 
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
-        """Return the inner tensors of a view; blocks stay whole if K does, or if K only holds whole rowwise ones."""
+        """Return the inner tensors of a view, or None if a block would be cut.
+
+        Blocks stay whole if K does, or if the new K only holds whole rowwise ones.
+        """
         k = self.shape[-1]
         same = len(shape) > 0 and shape[-1] == k
         if not same and (
@@ -56,7 +60,11 @@ class MXFP8Storage(QuantizedStorage):
         return inner
 
     def narrow_inner(self, dim: int, start: int, length: int) -> dict[str, Tensor]:
-        """Return the inner tensors of a slice; it must begin and end on a block of each plane held."""
+        """Return the inner tensors of a slice.
+
+        Raises:
+            ShapeError: it does not begin and end on a block of each plane held.
+        """
         shape = [length if d == dim else n for d, n in enumerate(self.shape)]
         last = dim == len(shape) - 1
         inner = 1 if last else math.prod(shape[dim + 1 : -1])
@@ -89,7 +97,7 @@ class MXFP8Storage(QuantizedStorage):
         return first._join(shape, joined)
 
     def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]]:
-        """Return the 2-D transpose: each plane is the exact image of the other one of the result."""
+        """Return the 2-D transpose: each plane is the exact image of the result's other one."""
         quantizer = self.quantizer.with_usage(
             rowwise=self.quantizer.columnwise, columnwise=self.quantizer.rowwise
         )
@@ -125,7 +133,7 @@ class MXFP8Storage(QuantizedStorage):
         )
 
     def _whole(self, dim: int, edges: Sequence[int]) -> bool:
-        """Whether blocks of 32 rows (or of 32 columns, for the last axis) do not cross ``edges`` of ``dim``."""
+        """Whether no block of 32 rows (last axis: columns) crosses ``edges`` of ``dim``."""
         if dim == len(self.shape) - 1:
             return all(edge % BLOCK == 0 for edge in edges)
         outer, chunk = math.prod(self.shape[:dim]), math.prod(self.shape[dim:-1])
@@ -134,16 +142,19 @@ class MXFP8Storage(QuantizedStorage):
     def _cut(self, plane: str, dim: int, start: int, length: int, inner: int) -> NoReturn:
         unit = BLOCK // math.gcd(BLOCK, inner)
         msg = (
-            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, whole {plane} blocks of {BLOCK}, "
-            f"got [{start}:{start + length}] of shape {tuple(self.shape)}; slice elsewhere, drop the {plane} plane "
+            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, "
+            f"whole {plane} blocks of {BLOCK}, "
+            f"got [{start}:{start + length}] of shape {tuple(self.shape)}; slice elsewhere, "
+            f"drop the {plane} plane "
             f"with with_usage(), or call .dequantize() first"
         )
         raise ShapeError(msg)
 
     def _parts(self, dim: int) -> dict[str, tuple[Tensor, int, int]]:
-        """Return each inner tensor with the axis that is ``dim`` in it, and 32 times its entries per entry of ``dim``.
+        """Return each inner tensor, its axis for ``dim`` and its unit.
 
-        Scales come compact, with the rows split at ``dim``.
+        The unit is 32 times its entries per entry of ``dim``. Scales come compact, with the rows
+        split at ``dim``.
         """
         last = dim == len(self.shape) - 1
         outer = 1 if last else math.prod(self.shape[:dim])
