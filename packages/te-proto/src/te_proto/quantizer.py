@@ -81,6 +81,8 @@ class Quantizer(OpaqueBase):
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
                 self._refuse(name, f"must be a {kind.__name__}", value)
+            if value != value:  # NaN would make a quantizer that is not equal to its own copy
+                self._refuse(name, "must be a number", value)
 
     @classmethod
     def _field_types(cls) -> dict[str, type]:
@@ -165,8 +167,18 @@ class Quantizer(OpaqueBase):
                 f"not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
-        kinds = ((name, types[name], value) for name, value in state.items())
-        return cls(**{n: k[v] if issubclass(k, enum.Enum) else v for n, k, v in kinds})
+        options = dict(state)
+        for name, value in state.items():
+            kind = types[name]
+            if issubclass(kind, enum.Enum):
+                if value not in kind.__members__:
+                    msg = (
+                        f"{cls.format_name}: option {name} must be one of {', '.join(kind.__members__)}, "
+                        f"got {value!r}; install the version of the plugin that wrote it, or a newer one"
+                    )
+                    raise QuantizerError(msg)
+                options[name] = kind[value]
+        return cls(**options)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """Return source that rebuilds this value and the classes it names (torch's protocol)."""
