@@ -17,7 +17,7 @@ from typing_extensions import Self, dataclass_transform
 
 from te_proto._compat import register_value_type
 from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
-from te_proto.storage import FlattenContext, QuantizedStorage, register_class
+from te_proto.storage import FlattenContext, QuantizedStorage, register_class, source_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,22 +182,23 @@ class Quantizer(OpaqueBase):
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """Return source that rebuilds this value and the classes it names (torch's protocol)."""
-        classes: dict[str, type] = {type(self).__name__: type(self)}
+        own = source_name(type(self))
+        classes: dict[str, type] = {own: type(self)}
         parts = []
         for name, kind in type(self)._field_types().items():
             value = getattr(self, name)
             if isinstance(value, enum.Enum):
-                classes[kind.__name__] = kind
-                parts.append(f"{name}={kind.__name__}.{value.name}")
+                classes[source_name(kind)] = kind
+                parts.append(f"{name}={source_name(kind)}.{value.name}")
             elif isinstance(value, float) and not math.isfinite(value):
                 parts.append(f"{name}=float('{value}')")
             else:
                 parts.append(f"{name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})", classes
+        return f"{own}({', '.join(parts)})", classes
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches; the default would look at the class only."""
-        return f"{type(self).__module__}:{self.__fx_repr__()[0]}"
+        return self.__fx_repr__()[0]
 
     # -- what the base gives ----------------------------------------------------------------------
 
