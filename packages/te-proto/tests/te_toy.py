@@ -160,7 +160,7 @@ class ToyQuantizer(Quantizer):
         made = {}
         if self.rowwise:
             codes, scale = self._encode(matrix.reshape(m, *_cut(k, self.block)))
-            made["rowwise_data"] = codes.reshape(x.shape)
+            made["rowwise_data"] = codes.reshape(x.shape).contiguous()
             made["rowwise_scale_inv"] = self.store(scale)
         if self.columnwise:
             blocks = matrix.reshape(*_cut(m, self.block), k).transpose(1, 2)
