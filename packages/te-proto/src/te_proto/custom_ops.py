@@ -23,7 +23,7 @@ from te_proto._compat import register_value_type
 from te_proto.errors import LayoutError, UsageError
 from te_proto.proto import to_tensor_proto
 from te_proto.quantizer import Quantizer
-from te_proto.storage import FlattenContext, QuantizedStorage
+from te_proto.storage import FlattenContext, QuantizedStorage, source_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +55,7 @@ def _source(value: Any, classes: dict[str, type]) -> str:
     if isinstance(value, Quantizer):
         return f"{_source(type(value), classes)}.from_state({value.state()!r})"
     if isinstance(value, type):
-        # classes of one name from two modules must not be mixed up
-        alias = f"{value.__module__}.{value.__qualname__}".replace(".", "_").replace("<locals>", "")
+        alias = source_name(value)
         classes[alias] = value
         return alias
     if isinstance(value, float):

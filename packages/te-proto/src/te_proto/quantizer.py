@@ -17,7 +17,7 @@ from typing_extensions import Self, dataclass_transform
 
 from te_proto._compat import register_value_type
 from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
-from te_proto.storage import FlattenContext, QuantizedStorage, register_class
+from te_proto.storage import FlattenContext, QuantizedStorage, register_class, source_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +82,8 @@ class Quantizer(OpaqueBase):
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
                 self._refuse(name, f"must be a {kind.__name__}", value)
+            if value != value:  # NaN would make a quantizer that is not equal to its own copy
+                self._refuse(name, "must be a number", value)
 
     @classmethod
     def _field_types(cls) -> dict[str, type]:
@@ -175,27 +177,38 @@ class Quantizer(OpaqueBase):
                 f"not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
-        kinds = ((name, types[name], value) for name, value in state.items())
-        return cls(**{n: k[v] if issubclass(k, enum.Enum) else v for n, k, v in kinds})
+        options = dict(state)
+        for name, value in state.items():
+            kind = types[name]
+            if issubclass(kind, enum.Enum):
+                if value not in kind.__members__:
+                    msg = (
+                        f"{cls.format_name}: option {name} must be one of {', '.join(kind.__members__)}, "
+                        f"got {value!r}; install the version of the plugin that wrote it, or a newer one"
+                    )
+                    raise QuantizerError(msg)
+                options[name] = kind[value]
+        return cls(**options)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """Return source that rebuilds this value and the classes it names (torch's protocol)."""
-        classes: dict[str, type] = {type(self).__name__: type(self)}
+        own = source_name(type(self))
+        classes: dict[str, type] = {own: type(self)}
         parts = []
         for name, kind in type(self)._field_types().items():
             value = getattr(self, name)
             if isinstance(value, enum.Enum):
-                classes[kind.__name__] = kind
-                parts.append(f"{name}={kind.__name__}.{value.name}")
+                classes[source_name(kind)] = kind
+                parts.append(f"{name}={source_name(kind)}.{value.name}")
             elif isinstance(value, float) and not math.isfinite(value):
                 parts.append(f"{name}=float('{value}')")
             else:
                 parts.append(f"{name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})", classes
+        return f"{own}({', '.join(parts)})", classes
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches; the default would look at the class only."""
-        return f"{type(self).__module__}:{self.__fx_repr__()[0]}"
+        return self.__fx_repr__()[0]
 
     # -- what the base gives ----------------------------------------------------------------------
 
