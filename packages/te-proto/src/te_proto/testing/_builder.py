@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of Triton's interpreter, made exact: a builder that replaces the stock one for a
-launch.
+"""The operations of Triton's interpreter, made exact: a builder that replaces the stock one.
 
 Imports triton, so it is imported only when a kernel is about to run. Names such as ``create_fma``
-are the stock builder's. What is overridden, and why, is in the docstring of each method; all else
-is inherited.
+are the stock builder's. What is overridden, and why, is said at each; all else is inherited.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ _LIBDEVICE = {
 }
 
 ADDRESS_BITS = 48
-"""A pointer carries the number of its tensor argument above its address, which user space keeps
-below this."""
+"""User-space addresses stay below this; a pointer carries the number of its argument above it."""
 
 Handle = stock.TensorHandle
 
@@ -60,8 +57,7 @@ class OutOfBoundsError(TeError, IndexError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of one tensor argument: its name, and addresses from the first to one past the
-    last."""
+    """The bytes of one tensor argument: its name, the first address, one past the last."""
 
     name: str
     start: int
@@ -78,7 +74,7 @@ def to_float(handle: Any) -> Array:
     if kind in _SMALL:
         return exact.decode(handle.data, _SMALL[kind])
     if kind in (tl.float32, tl.float64):
-        return handle.data
+        return np.asarray(handle.data)
     msg = f"interpreter: {kind} is not emulated; use float8e4nv or float8e5"
     raise TeError(msg)
 
@@ -105,14 +101,14 @@ class _AsmCall:
         return self._results[index]
 
 
-class ExactBuilder(stock.InterpreterBuilder):
-    """One launch's builder; ``regions`` are its tensor arguments, in the order of their pointer
-    tags."""
+class ExactBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
+    """The builder of one launch; ``regions`` are its tensor arguments, in order of their tags."""
 
     def __init__(self) -> None:
         super().__init__()
         # the stock builder redoes every integer addition in int64 to find overflow
-        self.options = dataclasses.replace(self.options, sanitize_overflow=False)
+        options = stock.InterpreterOptions()
+        self.options = dataclasses.replace(options, sanitize_overflow=False)
         self.regions: list[Region] = []
 
     # conversions: stock truncates to bf16, breaks ties away from zero and loses carries in fp8
@@ -183,8 +179,7 @@ class ExactBuilder(stock.InterpreterBuilder):
         return self._extremum(lhs, rhs, largest=False, propagate_nan=True)
 
     def create_clampf(self, arg: Any, lo: Any, hi: Any, propagate_nans: Any) -> Any:
-        """Clamp; with ``lo == -hi`` the GPU uses ``min.xorsign.abs``, which turns NaN into ``hi``
-        with its sign."""
+        """Clamp; between ``-hi`` and ``hi`` the GPU gives NaN the magnitude ``hi``, sign kept."""
         x, low, high = np.broadcast_arrays(to_float(arg), to_float(lo), to_float(hi))
         everywhere = propagate_nans == stock._ir.PROPAGATE_NAN.ALL
         out = exact.extremum(x, low, largest=True, propagate_nan=everywhere)
@@ -200,8 +195,7 @@ class ExactBuilder(stock.InterpreterBuilder):
         return from_float(exact.fma(to_float(x), to_float(y), to_float(z)), scalar(z))
 
     def create_umulhi(self, lhs: Any, rhs: Any) -> Any:
-        """High half of an unsigned product. Stock widens negative integers with their sign before
-        3.9."""
+        """High half of an unsigned product. Stock takes int32 as signed before triton 3.9."""
         kind = stock._get_np_dtype(scalar(lhs))
         if kind.itemsize != 4:
             return super().create_umulhi(lhs, rhs)
@@ -245,8 +239,7 @@ class ExactBuilder(stock.InterpreterBuilder):
     # from
 
     def resolve(self, ptrs: Any, mask: Any, what: str) -> tuple[Any, Any]:
-        """Return ``ptrs`` without their tags and ``mask`` as a handle, or raise
-        OutOfBoundsError."""
+        """Return ``ptrs`` without tags and ``mask`` as a handle, or raise OutOfBoundsError."""
         mask = mask if isinstance(mask, Handle) else Handle(np.asarray(mask), tl.int1)
         live = np.broadcast_to(mask.data, ptrs.data.shape)
         tags = ptrs.data >> np.uint64(ADDRESS_BITS)
@@ -255,9 +248,9 @@ class ExactBuilder(stock.InterpreterBuilder):
         starts = np.array([0, *(r.start for r in self.regions)], np.uint64)
         # region 0 is empty: a pointer made from no argument is outside
         stops = np.array([0, *(r.stop for r in self.regions)], np.uint64)
-        known = np.minimum(tags, np.uint64(len(self.regions))).astype(np.int64)
+        known = np.where(tags <= len(self.regions), tags, 0).astype(np.int64)
         inside = (address >= starts[known]) & (address + np.uint64(size) <= stops[known])
-        outside = live & ~(inside & (tags <= len(self.regions)))
+        outside = live & ~inside
         if outside.any():
             self._report(known[outside], address[outside], size, int(live.sum()), what)
         return Handle(address, ptrs.dtype), mask
@@ -293,26 +286,15 @@ class ExactBuilder(stock.InterpreterBuilder):
         return super().create_atomic_cas(ptr, cmp, val, *rest)
 
 
-class ExactReduce(stock.ReduceOps):
-    """Reductions of bf16 in float32 with one rounding; stock reduces the bit patterns."""
+class ExactReduce(stock.ReduceOps):  # type: ignore[misc]
+    """``tl.sum`` of bf16 in float32 with one rounding; stock adds the bit patterns.
 
-    def _widened(self, name: str, value: Any, *args: Any, **named: Any) -> Any:
-        if value.dtype != tl.bfloat16:
-            return getattr(super(), name)(value, *args, **named)
-        wide = self.to_tensor(to_float(value.handle), tl.float32)
-        out = getattr(super(), name)(wide, *args, **named)
-        outs = out if isinstance(out, tuple) else (out,)
-        narrow = tuple(
-            self.to_tensor(from_float(o.handle.data, tl.bfloat16).data, tl.bfloat16)
-            if o.dtype == tl.float32
-            else o
-            for o in outs
-        )
-        return narrow if isinstance(out, tuple) else narrow[0]
-
-    def min_max(self, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        value = input[0] if isinstance(input, tuple) else input
-        return self._widened("min_max", value, val_reduce_op, idx_reduce_op)
+    ``tl.max`` and ``tl.min`` widen bf16 themselves, before they come here.
+    """
 
     def sum(self, input: Any) -> Any:
-        return self._widened("sum", input)
+        if input.dtype != tl.bfloat16:
+            return super().sum(input)
+        total = super().sum(self.to_tensor(to_float(input.handle), tl.float32))
+        kind = total.type.with_element_ty(tl.bfloat16) if total.type.is_block() else tl.bfloat16
+        return tl.tensor(from_float(total.handle.data, tl.bfloat16), kind)

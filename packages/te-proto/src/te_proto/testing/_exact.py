@@ -115,7 +115,7 @@ def decode(code: Array, source: SmallFloat) -> Array:
     if source is FP16:
         return canonical_nan(code.view(np.float16).astype(np.float32))
     index = code.view(np.uint8) & np.uint8((1 << source.bits) - 1)
-    return _TABLES[source][index]
+    return np.asarray(_TABLES[source][index])
 
 
 def _table(of: SmallFloat) -> Array:
@@ -159,16 +159,17 @@ def encode_e8m0(value: Array, *, up: bool) -> Array:
 
 def decode_e8m0(code: Array) -> Array:
     """Return ``2**(code - 127)`` as float32; 255 is NaN."""
-    wide = np.ldexp(np.float32(1.0), np.asarray(code).astype(np.int32) - 127)
+    exponent = np.minimum(np.asarray(code).astype(np.int32), 254) - 127
+    wide = np.ldexp(np.float32(1.0), exponent)
     return np.where(code == 255, F32_NAN.view(np.float32), wide.astype(np.float32))
 
 
 def fma(x: Array, y: Array, z: Array) -> Array:
-    """Return ``x * y + z`` for float32 or narrower inputs, as a float64 that any later rounding
-    gets right.
+    """Return ``x * y + z`` as a float64 from which any narrower type is rounded right.
 
-    The product of two float32 is exact in float64. Their sum with ``z`` is rounded to odd, which
-    keeps the information a second rounding to at most 51 bits needs.
+    The inputs are float32 or narrower. The product of two float32 is exact in float64. Their sum
+    with ``z`` is rounded to odd, which keeps the information a second rounding to at most 51 bits
+    needs.
     """
     x, y, z = (np.asarray(v, np.float64) for v in np.broadcast_arrays(x, y, z))
     product = x * y
@@ -183,8 +184,7 @@ def fma(x: Array, y: Array, z: Array) -> Array:
 
 
 def extremum(a: Array, b: Array, *, largest: bool, propagate_nan: bool) -> Array:
-    """Return the PTX ``max`` or ``min``: NaN loses unless it propagates, and -0.0 is less than
-    +0.0."""
+    """Return the PTX ``max`` or ``min``: NaN loses unless it propagates, -0.0 is below +0.0."""
     plain: Callable[[Array, Array], Array]
     if propagate_nan:
         plain = np.maximum if largest else np.minimum
@@ -200,10 +200,9 @@ def extremum(a: Array, b: Array, *, largest: bool, propagate_nan: bool) -> Array
 
 
 def to_integer(value: Array, dtype: np.dtype[Any]) -> Array:
-    """Return ``value`` truncated to an integer type, saturated as PTX ``cvt.rzi`` does; NaN gives
-    0.
+    """Return ``value`` truncated to an integer type, saturated as PTX ``cvt.rzi`` does.
 
-    The narrowest conversion is to 16 bits; an 8-bit result is its low byte.
+    NaN gives 0. The narrowest conversion is to 16 bits; an 8-bit result is its low byte.
     """
     kind = "u" if dtype.kind == "u" else "i"
     width = np.dtype(f"{kind}{max(dtype.itemsize, 2)}")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MISSING = object()
 
 
-class _Rewriter(stock.FunctionRewriter):
+class _Rewriter(stock.FunctionRewriter):  # type: ignore[misc]
     """Rewrites assignments as stock does, but leaves the kernel's module as it was.
 
     Stock copies its own globals there (numpy, ast and more), which hides a missing import from
@@ -44,7 +44,7 @@ class _Rewriter(stock.FunctionRewriter):
 
     def _compile_and_exec(self, transformed: Any) -> Callable[..., Any]:
         code = compile(transformed, filename=self.filename, mode="exec")
-        names: dict[str, Any] = {}
+        names: dict[str, Callable[..., Any]] = {}
         exec(code, self.fn.__globals__, names)
         return names[self.fn.__name__]
 
@@ -125,8 +125,7 @@ class Launch:
         return _rewrite(kernel)
 
     def _argument(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the conversion of a launch argument: typed as the JIT types it, pointers
-        tagged."""
+        """Return the conversion of a launch argument, typed as by the JIT, pointers tagged."""
 
         def convert(value: Any) -> Any:
             if isinstance(value, bool):

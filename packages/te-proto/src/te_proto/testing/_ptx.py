@@ -288,8 +288,7 @@ def _statements(asm: str) -> list[str]:
 def elementwise(
     asm: str, constraints: str, inputs: Sequence[Array], outputs: Sequence[np.dtype[Any]], pack: int
 ) -> list[Array]:
-    """Return what the assembly gives for every element, as ``tl.inline_asm_elementwise`` defines
-    it.
+    """Return what the assembly gives for every element, as ``tl.inline_asm_elementwise`` does.
 
     One instance handles ``pack`` consecutive elements. Outputs are numbered first; elements
     narrower than 32 bits share a register, the first in the lowest bits.
@@ -312,7 +311,7 @@ def elementwise(
     given = sum(_registers(a.dtype.itemsize * 8, pack) for a in inputs)
     if len(widths) != produced + given or constraints.count("=") != produced:
         msg = (
-            f"inline ptx: {produced} output and {given} input registers are needed for pack={pack}, "
+            f"inline ptx: pack={pack} needs {produced} output and {given} input registers, "
             f"got constraints {constraints!r}"
         )
         raise PtxError(msg)

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def cpu_launches_interpreted() -> Iterator[None]:
-    """Interpret every ``kernel[grid](...)`` inside whose first tensor argument is a real CPU
-    tensor.
+    """Interpret launches whose first tensor argument is a real CPU tensor.
 
     Kernels stay what ``@triton.jit`` made, so they can be compiled ahead of time, traced with fake
     tensors or launched on CUDA tensors in the same process, before, after and inside. All patches

@@ -76,8 +76,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def cpu_triton() -> Iterator[None]:
-    """Interpret Triton kernels launched on CPU tensors, exactly; skip where triton is not
-    installed."""
+    """Interpret Triton kernels launched on CPU tensors, exactly; skip without triton."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip(
             "triton is not installed; `pip install triton` to run kernels in the interpreter"
@@ -90,8 +89,7 @@ def cpu_triton() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Fill every fresh allocation with 0xFF bytes, see
-    :func:`te_proto.testing.poisoned_allocations`."""
+    """Fill every fresh allocation with 0xFF bytes: see ``poisoned_allocations``."""
     from te_proto.testing.poison import poisoned_allocations
 
     with poisoned_allocations():
@@ -100,6 +98,6 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def counted() -> Iterator[CompileCounts]:
-    """Count the compilations of the whole test, see :func:`te_proto.testing.count_compiles`."""
+    """Count the compilations of the whole test, see ``count_compiles``."""
     with count_compiles() as counts:
         yield counts

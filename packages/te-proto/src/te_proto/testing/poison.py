@@ -64,7 +64,7 @@ def _poisoning(allocate: _Allocate) -> _Allocate:
             if out.device.type == "cpu":
                 ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
             else:
-                storage.fill_(0xFF)
+                storage.fill_(0xFF)  # type: ignore[attr-defined]
         finally:
             _filling.active = False
         return out
@@ -114,5 +114,5 @@ def _strides(size: Sequence[int], memory_format: torch.memory_format | None) -> 
     from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 
     if memory_format in (torch.channels_last, torch.channels_last_3d):
-        return tuple(make_channels_last_strides_for(size))
-    return tuple(make_contiguous_strides_for(size))
+        return tuple(make_channels_last_strides_for(tuple(size)))
+    return tuple(make_contiguous_strides_for(tuple(size)))
