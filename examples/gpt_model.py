@@ -48,7 +48,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream ``[batch, context, width]`` after this block."""
         qkv = self.qkv(self.norm1(x).bfloat16())
-        q, k, v = (part.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in qkv.chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.norm2(x).bfloat16())))

@@ -90,14 +90,18 @@ def train(name: str, model: GPT, batches: Batches, *, lr: float) -> Training:
     torch.manual_seed(batches.seed)  # a format may round stochastically
     backend = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
     losses: list[float] = []
     started = time.perf_counter()
     tokens_per_second = 0.0
     # a log file has no line to rewrite, so each refresh there is a line to read
     interval = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(batches, name, batches.steps, unit="step", mininterval=interval, dynamic_ncols=True) as bar:
+    with tqdm(
+        batches, name, batches.steps, unit="step", mininterval=interval, dynamic_ncols=True
+    ) as bar:
         bar.set_postfix_str("compiling")
         for step, (tokens, targets) in enumerate(bar):
             for group in optimizer.param_groups:
@@ -112,7 +116,9 @@ def train(name: str, model: GPT, batches: Batches, *, lr: float) -> Training:
                 started = time.perf_counter()
             else:
                 tokens_per_second = step * tokens.numel() / (time.perf_counter() - started)
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(
+                f"loss {losses[-1]:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False
+            )
     return Training(
         losses=losses,
         tokens_per_second=tokens_per_second,

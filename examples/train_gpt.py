@@ -118,9 +118,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--formats", help="formats to train in, such as a,b; default: all installed")
+    parser.add_argument(
+        "--formats", help="formats to train in, such as a,b; default: all installed"
+    )
     parser.add_argument("--text", type=Path, help="file to train on; default: Python's help topics")
-    parser.add_argument("--out", type=Path, default=Path("demo-loss.png"), help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-loss.png"), help="default: %(default)s"
+    )
     for name, meaning in (
         ("steps", "optimizer steps"),
         ("layers", "blocks of the model"),
@@ -130,8 +134,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
     ):
         sizes = f"default: {SIZES[name]}, with --quick {QUICK[name]}"
         parser.add_argument(f"--{name}", type=_at_least(1), metavar="N", help=f"{meaning}; {sizes}")
-    parser.add_argument("--lr", type=_rate, default=4e-3, help="peak learning rate; default: %(default)s")
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--lr", type=_rate, default=4e-3, help="peak learning rate; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s"
+    )
     parser.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
     given = vars(parser.parse_args(arguments))
@@ -237,7 +245,9 @@ def run(options: Options, text: bytes, formats: list[str]) -> int:
     # all of them before the first is trained: a shape one cannot hold is found in seconds
     for name, factory in factories.items():
         try:
-            model = GPT(layers=options.layers, width=options.width, context=options.context, linear=factory)
+            model = GPT(
+                layers=options.layers, width=options.width, context=options.context, linear=factory
+            )
             model.initialize(options.seed)
             models[name] = model
             planned[name] = planned_bytes(model, **shape)
@@ -254,7 +264,9 @@ def run(options: Options, text: bytes, formats: list[str]) -> int:
     for name, model in models.items():
         measured = measured_bytes(model, *next(iter(batches)))
         training = train(name, model, batches, lr=options.lr)
-        results.append(Result(name=name, planned=planned[name], measured=measured, training=training))
+        results.append(
+            Result(name=name, planned=planned[name], measured=measured, training=training)
+        )
     draw(results, title, options.out)
     print("", table(results), "", f"Loss curves: {options.out}", sep="\n", flush=True)
     for sentence in (wrong := disagreements(results)):

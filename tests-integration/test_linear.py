@@ -81,7 +81,9 @@ def test_linear_is_one_graph_for_every_row_count(name: str) -> None:
     with count_compiles() as counted:
         compiled = torch.compile(layer, fullgraph=True, dynamic=True)
         for m in ROWS:
-            for found, expected in zip(step(compiled, batch(m), torch.ones(m, N)), eager[m], strict=True):
+            for found, expected in zip(
+                step(compiled, batch(m), torch.ones(m, N)), eager[m], strict=True
+            ):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
         for m in (192, 32, 256, 64, 128):
             step(compiled, batch(m), torch.ones(m, N))

@@ -19,7 +19,9 @@ FLAGS = [
 ]
 
 
-def proto(*shape: int, requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> TensorProto:
+def proto(
+    *shape: int, requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> TensorProto:
     return TensorProto(shape=shape, dtype=dtype, requires_grad=requires_grad, device="cpu")
 
 
