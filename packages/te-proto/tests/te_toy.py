@@ -131,7 +131,7 @@ class ToyQuantizer(Quantizer):
         return (block if self.columnwise else 1, block if self.rowwise else 1)
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        for size, multiple, axis in zip(_matrix(shape), self.alignment, "MK", strict=True):
+        for size, multiple, axis in zip(_matrix(shape), self.alignment(), "MK", strict=True):
             if size % multiple:
                 msg = f"toy: {axis} must be a multiple of {multiple}, got {size} in {tuple(shape)}"
                 raise ShapeError(msg)

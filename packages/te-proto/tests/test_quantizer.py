@@ -187,9 +187,9 @@ def test_replace_checks_the_new_value() -> None:
 
 def test_alignment_is_that_of_the_planes_that_are_on() -> None:
     q = ToyQuantizer(block=8)
-    assert q.alignment == (8, 8)
-    assert q.with_usage(columnwise=False).alignment == (1, 8)
-    assert q.with_usage(rowwise=False).alignment == (8, 1)
+    assert q.alignment() == (8, 8)
+    assert q.with_usage(columnwise=False).alignment() == (1, 8)
+    assert q.with_usage(rowwise=False).alignment() == (8, 1)
 
 
 def test_every_quantizer_class_is_an_opaque_value_to_torch() -> None:

@@ -176,12 +176,11 @@ def _whole_tiles(matrix: Tensor) -> Tensor:
 
 
 def _cut(tiles: Tensor, m: int, k: int) -> Tensor:
-    """Return the first ``m`` rows and ``k`` columns, contiguous."""
-    cut = tiles[:m, :k]
-    if is_compiling():
-        # contiguous() would guard on whether there was padding
-        return cut.clone(memory_format=torch.contiguous_format)
-    return cut.contiguous()
+    """Return the first ``m`` rows and ``k`` columns, contiguous, in memory of their own."""
+    if not is_compiling() and tiles.shape == (m, k):
+        return tiles.contiguous()
+    # a graph always copies: to look would guard on whether there was padding
+    return tiles[:m, :k].clone(memory_format=torch.contiguous_format)
 
 
 def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:

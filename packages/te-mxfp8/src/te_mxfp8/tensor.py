@@ -51,7 +51,8 @@ class MXFP8Storage(QuantizedStorage):
         inner: dict[str, Tensor] = {}
         for name, tensor in self.inner_tensors().items():
             if name.endswith("_data"):
-                inner[name] = tensor.view(tuple(shape))
+                data = tensor.view(tuple(shape))
+                inner[name] = data if same else data.clone()  # the scales are copies then
             elif same:
                 inner[name] = tensor
             else:
@@ -169,7 +170,8 @@ class MXFP8Storage(QuantizedStorage):
     def _join(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make inner tensors from codes and compact scales."""
         return {
-            name: part.contiguous()
+            # a copy even where a view would do: the scales are copies, and both must age alike
+            name: part.clone(memory_format=torch.contiguous_format)
             if name.endswith("_data")
             else self._store(part.flatten(0, 1), columnwise=name.startswith("col"))
             for name, part in parts.items()

@@ -16,7 +16,7 @@ from torch._opaque_base import OpaqueBase
 from typing_extensions import Self, dataclass_transform
 
 from te_proto._compat import register_value_type
-from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
+from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, ShapeError, UsageError
 from te_proto.storage import FlattenContext, QuantizedStorage, register_class, source_name
 
 if TYPE_CHECKING:
@@ -263,6 +263,9 @@ class Quantizer(OpaqueBase):
         self._check_input(plain)
         with torch.no_grad():
             inner = self.quantize_impl(plain.detach())
+        if not torch.compiler.is_compiling():
+            # .data is no view: a graph that takes one as input is guarded on sizes of its base
+            inner = {name: tensor.data for name, tensor in inner.items()}
         out = self.create_metadata(plain.dtype).build(inner, plain.shape)
         if not self.internal and torch.is_grad_enabled() and plain.requires_grad:
             return torch.ops.te_proto.straight_through(plain, out)
@@ -273,37 +276,35 @@ class Quantizer(OpaqueBase):
     ) -> None:
         """Quantize ``x`` into the buffers of ``out``, which keep their memory.
 
-        The layout is the one ``out`` has now; options that only change the arithmetic are this
-        quantizer's. Nothing is written unless all of it fits.
-
         Args:
             x: as for :meth:`quantize`; moved to ``out``'s device first.
-            out: quantized tensor or storage of the same shape.
+            out: quantized tensor or storage of the same shape, described by this quantizer; only
+                ``internal`` may differ.
             noop: float32 scalar tensor on that device; exactly 1.0 leaves every byte as it is,
                 decided on the device.
 
         Raises:
-            LayoutError: the buffers of ``out`` are not those this quantizer fills.
+            LayoutError: another quantizer describes ``out``.
+            ShapeError: ``out`` has another shape.
+            UsageError: ``out`` is a slice, whose buffers are copies.
         """
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
         self._check_input(plain)
-        if not isinstance(out, QuantizedStorage) or type(out.quantizer) is not type(self):
+        theirs = getattr(out, "quantizer", None)
+        if theirs is None or theirs.replace(internal=self.internal) != self:
             msg = (
-                f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
+                f"{self.format_name}: out must be described by {self}, "
+                f"got {type(out).__name__} of {theirs}; use its own quantizer, or quantize anew"
             )
             raise LayoutError(msg)
+        if plain.shape != out.shape:
+            msg = (
+                f"{self.format_name}: out must have the shape of x, {tuple(plain.shape)}, "
+                f"got {tuple(out.shape)}"
+            )
+            raise ShapeError(msg)
         QuantizedStorage.check_writable(out)
-        wanted, held = self.describe_buffers(plain.shape), QuantizedStorage.inner_tensors(out)
-        found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
-        if plain.shape != out.shape or wanted != found:
-            msg = (
-                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers "
-                f"{list(wanted)} "
-                f"of {self}, "
-                f"got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
-                f"quantize into a tensor made by this quantizer"
-            )
-            raise LayoutError(msg)
+        held = QuantizedStorage.inner_tensors(out)
         if noop is not None and (
             noop.dtype != torch.float32 or noop.numel() != 1 or noop.device != out.device
         ):
@@ -314,9 +315,6 @@ class Quantizer(OpaqueBase):
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
         with torch.no_grad():
             self.quantize_into_impl(plain.detach().to(out.device), held, noop)
-        now = self.replace(internal=out.quantizer.internal)
-        if now != out.quantizer:
-            out.quantizer = now
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:
