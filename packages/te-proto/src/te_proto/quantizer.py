@@ -294,7 +294,7 @@ class Quantizer(OpaqueBase):
         if theirs is None or theirs.replace(internal=self.internal) != self:
             msg = (
                 f"{self.format_name}: out must be described by {self}, "
-                f"got {type(out).__name__} of {theirs}; use its own quantizer, or quantize anew"
+                f"got {theirs or type(out).__name__}; use its own quantizer, or quantize anew"
             )
             raise LayoutError(msg)
         if plain.shape != out.shape:
