@@ -138,7 +138,9 @@ def _operand(
     if given.quantizer is not None:
         quantizer = given.quantizer
         if not quantizer.rowwise or (columnwise and not quantizer.columnwise):
-            lacks, has = ("rowwise", "columnwise") if not quantizer.rowwise else ("columnwise", "rowwise")
+            lacks, has = (
+                ("rowwise", "columnwise") if not quantizer.rowwise else ("columnwise", "rowwise")
+            )
             msg = (
                 f"linear: {role} must hold the {lacks} plane, got {has} alone; "
                 f"quantize it with that usage"
