@@ -54,9 +54,9 @@ def test_output_and_gradients_are_those_of_the_quantized_operands(dtype: torch.d
     flat = grad.reshape(-1, 24)
     expected = {
         "y": plane(x, "input", rowwise=True) @ plane(w, "weight", rowwise=True).t() + b.double(),
-        "x": (
-            plane(flat, "grad_output", rowwise=True) @ plane(w, "weight", rowwise=False)
-        ).reshape(x.shape),
+        "x": (plane(flat, "grad_output", rowwise=True) @ plane(w, "weight", rowwise=False)).reshape(
+            x.shape
+        ),
         "w": plane(flat, "grad_output", rowwise=False).t()
         @ plane(x, "input", rowwise=False).reshape(-1, 16),
         "b": flat.double().sum(0),
@@ -232,7 +232,9 @@ def step(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 def test_one_graph_for_every_row_count_forward_and_backward() -> None:
     layer = Linear(64, 96, recipe=RECIPE)
     rows = (32, 64, 96, 160)
-    eager = {m: step(layer, torch.randn(m, 64, generator=torch.Generator().manual_seed(m))) for m in rows}
+    eager = {
+        m: step(layer, torch.randn(m, 64, generator=torch.Generator().manual_seed(m))) for m in rows
+    }
     with count_compiles() as counted:
         compiled = torch.compile(layer, fullgraph=True, dynamic=True)
         for m in rows:

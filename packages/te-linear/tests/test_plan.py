@@ -19,7 +19,9 @@ FLAGS = [
 ]
 
 
-def proto(*shape: int, requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> TensorProto:
+def proto(
+    *shape: int, requires_grad: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> TensorProto:
     return TensorProto(shape=shape, dtype=dtype, requires_grad=requires_grad, device="cpu")
 
 
@@ -60,13 +62,13 @@ def test_gradients_and_output_are_described_in_full(x: bool, w: bool, b: bool, g
     assert made.output == proto(2, 8, 24, requires_grad=grad and (x or w or b))
     if made.quantized_grad_output is not None:
         assert made.quantized_grad_output.shape == (16, 24)
-        assert made.quantized_grad_output.quantizer.levels == 31
+        assert made.quantized_grad_output.quantizer.bits == 6
 
 
 def test_roles_have_their_own_quantizers_and_none_is_a_wrapper() -> None:
     made = plan(True, True, True, True)
     operands = (made.quantized_input, made.quantized_weight, made.quantized_grad_output)
-    assert [p.quantizer.levels for p in operands] == [127, 63, 31]
+    assert [p.quantizer.bits for p in operands] == [8, 7, 6]
     assert all(p.quantizer.internal for p in (*operands, *made.saved))
 
 
@@ -165,9 +167,9 @@ def test_operands_that_do_not_fit_are_refused(
 
 
 def test_an_operand_that_is_already_quantized_keeps_its_quantizer() -> None:
-    weight = ToyQuantizer(levels=7).quantize(torch.randn(24, 16))
+    weight = ToyQuantizer(bits=4).quantize(torch.randn(24, 16))
     made = plan_linear(proto(8, 16), to_tensor_proto(weight), None, CONFIG, grad_enabled=True)
-    assert made.quantized_weight.quantizer.levels == 7
+    assert made.quantized_weight.quantizer.bits == 4
 
 
 def test_a_quantized_operand_without_a_plane_the_plan_needs_is_refused() -> None:

@@ -77,11 +77,14 @@ class MXFP8Quantizer(Quantizer):
         shapes = buffer_shapes(shape, rowwise=self.rowwise, columnwise=self.columnwise)
         return {name: BufferSpec(buffer, torch.uint8) for name, buffer in shapes.items()}
 
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         """Quantize ``x``; see :func:`te_mxfp8.reference.quantize` for the arithmetic."""
-        return ops.quantize(x, self, out, noop)
+        return ops.quantize(x, self)
+
+    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+        """Quantize ``x`` into ``out``, with the kernel where it runs."""
+        if not ops.quantize_into(x, self, out, noop):
+            super().quantize_into_impl(x, out, noop)
 
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype

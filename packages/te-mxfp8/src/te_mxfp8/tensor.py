@@ -19,7 +19,7 @@ from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -58,7 +58,7 @@ class MXFP8Storage(QuantizedStorage):
                 inner[name] = tensor
             else:
                 blocks = self._compact(tensor, columnwise=False).reshape(-1, shape[-1] // BLOCK)
-                inner[name] = self._store(blocks, shape, columnwise=False)
+                inner[name] = self._store(blocks, columnwise=False)
         return inner
 
     def narrow_inner(self, dim: int, start: int, length: int) -> dict[str, Tensor]:
@@ -67,19 +67,19 @@ class MXFP8Storage(QuantizedStorage):
         Raises:
             ShapeError: it does not begin and end on a block of each plane held.
         """
-        shape = [length if d == dim else n for d, n in enumerate(self.shape)]
-        last = dim == len(shape) - 1
-        inner = 1 if last else math.prod(shape[dim + 1 : -1])
+        last = dim == len(self.shape) - 1
+        inner = 1 if last else math.prod(self.shape[dim + 1 : -1])
         for plane, columnwise in _PLANES:
             held = self.columnwise_data if columnwise else self.rowwise_data
             if held is None or (last == columnwise and not self._two_d):
                 continue  # the axis is not cut into blocks in this plane
             if not self._whole(dim, (start * inner, length * inner)):
                 self._cut(plane, dim, start, length, inner)
-        return self._map(
-            shape,
-            lambda t, axis, unit: t.narrow(axis, start * unit // BLOCK, length * unit // BLOCK),
-            dim,
+        return self._join(
+            {
+                name: part.narrow(axis, start * unit // BLOCK, length * unit // BLOCK)
+                for name, (part, axis, unit) in self._parts(dim).items()
+            }
         )
 
     @classmethod
@@ -90,20 +90,17 @@ class MXFP8Storage(QuantizedStorage):
         rows = first.columnwise_data is not None or first._two_d
         if not last and rows and not all(t._whole(dim, ()) for t in tensors):
             return None
-        total = sum(t.shape[dim] for t in tensors)
-        shape = [total if d == dim else n for d, n in enumerate(first.shape)]
         parts = [t._parts(dim) for t in tensors]
         joined = {
             n: torch.cat([p[n][0] for p in parts], dim=axis) for n, (_, axis, _) in parts[0].items()
         }
-        return first._join(shape, joined)
+        return first._join(joined)
 
     def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]]:
         """Return the 2-D transpose: each plane is the exact image of the result's other one."""
         quantizer = self.quantizer.with_usage(
             rowwise=self.quantizer.columnwise, columnwise=self.quantizer.rowwise
         )
-        m, k = self.shape
         inner: dict[str, Tensor] = {}
         for plane, columnwise in _PLANES:
             source = "rowwise" if columnwise else "columnwise"
@@ -111,9 +108,7 @@ class MXFP8Storage(QuantizedStorage):
             if data is not None:
                 inner[f"{plane}_data"] = data.t().contiguous()
                 compact = self._compact(scale, columnwise=not columnwise)
-                inner[f"{plane}_scale_inv"] = self._store(
-                    compact.t(), (k, m), columnwise=columnwise
-                )
+                inner[f"{plane}_scale_inv"] = self._store(compact.t(), columnwise=columnwise)
         return quantizer, inner
 
     # -- helpers ----------------------------------------------------------------------------------
@@ -128,11 +123,8 @@ class MXFP8Storage(QuantizedStorage):
             scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm
         )
 
-    def _store(self, scale: Tensor, shape: Sequence[int], *, columnwise: bool) -> Tensor:
-        m, k = matrix_shape(shape)
-        return store_scale(
-            scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm
-        )
+    def _store(self, scale: Tensor, *, columnwise: bool) -> Tensor:
+        return store_scale(scale, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm)
 
     def _whole(self, dim: int, edges: Sequence[int]) -> bool:
         """Whether no block of 32 rows (last axis: columns) crosses ``edges`` of ``dim``."""
@@ -175,17 +167,12 @@ class MXFP8Storage(QuantizedStorage):
             out[f"{plane}_scale_inv"] = (compact, 2 if last else 1, unit if last else unit * inner)
         return out
 
-    def _map(
-        self, shape: Sequence[int], fn: Callable[[Tensor, int, int], Tensor], dim: int
-    ) -> dict[str, Tensor]:
-        return self._join(shape, {n: fn(*part) for n, part in self._parts(dim).items()})
-
-    def _join(self, shape: Sequence[int], parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Make inner tensors of ``shape`` from codes and compact scales."""
+    def _join(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Make inner tensors from codes and compact scales."""
         return {
             name: part.contiguous()
             if name.endswith("_data")
-            else self._store(part.flatten(0, 1), shape, columnwise=name.startswith("col"))
+            else self._store(part.flatten(0, 1), columnwise=name.startswith("col"))
             for name, part in parts.items()
         }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from typing import Any
 
@@ -16,6 +17,11 @@ _LOCK = threading.Lock()
 def class_id(cls: type[Any]) -> str:
     """Return ``"module:Name"``, by which checkpoints and messages know a class."""
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def source_name(cls: type[Any]) -> str:
+    """Return a Python identifier for ``cls``; classes of one name from two modules get two."""
+    return re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
 
 
 def register_class(cls: type[Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._library.opaque_object import get_opaque_type_name
 from torch._opaque_base import OpaqueBase
 
+from te_proto._classes import source_name
 from te_proto._compat import register_value_type
 from te_proto.errors import LayoutError, UsageError
 from te_proto.proto import to_tensor_proto
@@ -55,8 +56,7 @@ def _source(value: Any, classes: dict[str, type]) -> str:
     if isinstance(value, Quantizer):
         return f"{_source(type(value), classes)}.from_state({value.state()!r})"
     if isinstance(value, type):
-        # classes of one name from two modules must not be mixed up
-        alias = f"{value.__module__}.{value.__qualname__}".replace(".", "_").replace("<locals>", "")
+        alias = source_name(value)
         classes[alias] = value
         return alias
     if isinstance(value, float):

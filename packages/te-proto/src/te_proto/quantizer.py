@@ -15,7 +15,7 @@ import torch
 from torch._opaque_base import OpaqueBase
 from typing_extensions import Self, dataclass_transform
 
-from te_proto._classes import register_class
+from te_proto._classes import register_class, source_name
 from te_proto._compat import register_value_type
 from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
 from te_proto.storage import FlattenContext, QuantizedStorage
@@ -88,6 +88,8 @@ class Quantizer(OpaqueBase):
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
                 self._refuse(name, f"must be a {kind.__name__}", value)
+            if value != value:  # NaN would make a quantizer that is not equal to its own copy
+                self._refuse(name, "must be a number", value)
 
     @classmethod
     def _field_types(cls) -> dict[str, type]:
@@ -119,15 +121,11 @@ class Quantizer(OpaqueBase):
         """Raise :class:`te_proto.errors.ShapeError` if a plane that is on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
             x: a plain tensor whose shape and dtype were checked; any strides.
-            out: write into these buffers instead of new ones, and return them.
-            noop: float32 scalar tensor; with ``out``, exactly 1.0 leaves every byte as it is.
         """
 
     @abstractmethod
@@ -139,6 +137,19 @@ class Quantizer(OpaqueBase):
     @abstractmethod
     def alignment(self) -> tuple[int, int]:
         """Multiples ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+
+    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+        """Quantize ``x`` into the buffers ``out``; a format with kernels may override.
+
+        Args:
+            x: as for :meth:`quantize_impl`.
+            out: buffers that were checked against :meth:`describe_buffers`.
+            noop: one float32 element; exactly 1.0 leaves every byte as it is.
+        """
+        for name, made in self.quantize_impl(x).items():
+            if noop is not None:
+                made = torch.where(noop.reshape(()) == 1.0, out[name], made)
+            out[name].copy_(made)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -171,27 +182,39 @@ class Quantizer(OpaqueBase):
                 "does not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
-        kinds = ((name, types[name], value) for name, value in state.items())
-        return cls(**{n: k[v] if issubclass(k, enum.Enum) else v for n, k, v in kinds})
+        options = dict(state)
+        for name, value in state.items():
+            kind = types[name]
+            if issubclass(kind, enum.Enum):
+                if value not in kind.__members__:
+                    msg = (
+                        f"{cls.format_name}: option {name} must be one of "
+                        f"{', '.join(kind.__members__)}, got {value!r}; install the version of the "
+                        "plugin that wrote it, or a newer one"
+                    )
+                    raise QuantizerError(msg)
+                options[name] = kind[value]
+        return cls(**options)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """Return source that rebuilds this value and the classes it names (torch's protocol)."""
-        classes: dict[str, type] = {type(self).__name__: type(self)}
+        own = source_name(type(self))
+        classes: dict[str, type] = {own: type(self)}
         parts = []
         for name, kind in type(self)._field_types().items():
             value = getattr(self, name)
             if isinstance(value, enum.Enum):
-                classes[kind.__name__] = kind
-                parts.append(f"{name}={kind.__name__}.{value.name}")
+                classes[source_name(kind)] = kind
+                parts.append(f"{name}={source_name(kind)}.{value.name}")
             elif isinstance(value, float) and not math.isfinite(value):
                 parts.append(f"{name}=float('{value}')")
             else:
                 parts.append(f"{name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})", classes
+        return f"{own}({', '.join(parts)})", classes
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches; the default would look at the class only."""
-        return f"{type(self).__module__}:{self.__fx_repr__()[0]}"
+        return self.__fx_repr__()[0]
 
     # -- what the base gives ----------------------------------------------------------------------
 
@@ -294,7 +317,7 @@ class Quantizer(OpaqueBase):
             )
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
         with torch.no_grad():
-            self.quantize_impl(plain.detach().to(out.device), held, noop)
+            self.quantize_into_impl(plain.detach().to(out.device), held, noop)
         now = self.replace(internal=out.quantizer.internal)
         if now != out.quantizer:
             out.quantizer = now

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from te_proto._classes import class_id as class_id
 from te_proto._classes import find_class as find_class
 from te_proto._classes import register_class as register_class
+from te_proto._classes import source_name as source_name
 from te_proto._rebuild import rebuild
 from te_proto.errors import LayoutError, ShapeError, UsageError
 
@@ -103,7 +104,8 @@ class QuantizedStorage:
             )
         cls.inner_names = tuple(names)
         register_class(cls)
-        cls.class_key = class_id(cls)
+        # dynamo takes an attribute's name only without dots
+        cls.class_key = "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in class_id(cls))
         setattr(_Sourced, cls.class_key, cls)
 
     def __init__(
