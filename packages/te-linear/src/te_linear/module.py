@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = restore_from_saved(ctx.objects, ctx.saved_tensors)
         return (*execute_backward(ctx.plan, saved, grad_output), None)
 

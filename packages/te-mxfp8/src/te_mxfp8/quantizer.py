@@ -59,9 +59,8 @@ class MXFP8Quantizer(Quantizer):
         (m, k), (rows, columns) = matrix_shape(shape), self.alignment()
         if k % columns:
             msg = (
-                f"mxfp8: the last axis of x must be a multiple of {columns}, "
-                f"got {k} in shape {tuple(shape)}; "
-                f"pad it to {round_up(k, columns)} first"
+                f"mxfp8: the last axis of x must be a multiple of {columns}, got {k} in shape "
+                f"{tuple(shape)}; pad it to {round_up(k, columns)} first"
             )
             raise ShapeError(msg)
         if m % rows:

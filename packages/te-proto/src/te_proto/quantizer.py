@@ -15,9 +15,17 @@ import torch
 from torch._opaque_base import OpaqueBase
 from typing_extensions import Self, dataclass_transform
 
+from te_proto._classes import register_class, source_name
 from te_proto._compat import register_value_type
-from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, ShapeError, UsageError
-from te_proto.storage import FlattenContext, QuantizedStorage, register_class, source_name
+from te_proto.errors import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    QuantizerError,
+    ShapeError,
+    UsageError,
+)
+from te_proto.storage import FlattenContext, QuantizedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +62,9 @@ class Quantizer(OpaqueBase):
     A subclass is made a frozen, keyword-only dataclass and registered with torch as an opaque value
     when it is defined. Its fields are its identity and may only be bool, int, float, str or Enum.
     A format supplies the class attributes, :meth:`describe_buffers`, :meth:`check_shape`,
-    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may call
-    methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13) cannot.
+    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may
+    call methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13)
+    cannot.
 
     Attributes:
         rowwise: produce the plane whose blocks run along the last axis.
@@ -72,6 +81,10 @@ class Quantizer(OpaqueBase):
     format_name: ClassVar[str]
     storage_class: ClassVar[type[QuantizedStorage]]
     tensor_class: ClassVar[type[Any]]
+
+    if TYPE_CHECKING:
+        # _define makes every quantizer a dataclass, which mypy cannot see
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -142,7 +155,7 @@ class Quantizer(OpaqueBase):
         """
         for name, made in self.quantize_impl(x).items():
             if noop is not None:
-                made = torch.where(noop.reshape(()) == 1.0, out[name], made)  # noqa: PLW2901
+                made = torch.where(noop.reshape(()) == 1.0, out[name], made)
             out[name].copy_(made)
 
     # -- values -----------------------------------------------------------------------------------
@@ -173,8 +186,7 @@ class Quantizer(OpaqueBase):
         if unknown := sorted(set(state) - set(types)):
             msg = (
                 f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} "
-                "does "
-                f"not have; install the version of the plugin that wrote it, or a newer one"
+                "does not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
         options = dict(state)
@@ -183,8 +195,9 @@ class Quantizer(OpaqueBase):
             if issubclass(kind, enum.Enum):
                 if value not in kind.__members__:
                     msg = (
-                        f"{cls.format_name}: option {name} must be one of {', '.join(kind.__members__)}, "
-                        f"got {value!r}; install the version of the plugin that wrote it, or a newer one"
+                        f"{cls.format_name}: option {name} must be one of "
+                        f"{', '.join(kind.__members__)}, got {value!r}; install the version of the "
+                        "plugin that wrote it, or a newer one"
                     )
                     raise QuantizerError(msg)
                 options[name] = kind[value]
@@ -333,7 +346,7 @@ class Quantizer(OpaqueBase):
         self.check_shape(x.shape)
 
 
-def _define(cls: type[Quantizer]) -> None:
+def _define(cls: type[Any]) -> None:
     """Make ``cls`` a frozen dataclass, check its fields and register it with torch."""
     dataclass(frozen=True, kw_only=True)(cls)
     hints = typing.get_type_hints(cls)
@@ -344,12 +357,11 @@ def _define(cls: type[Quantizer]) -> None:
         ):
             msg = (
                 f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, "
-                "str "
-                "or an Enum, so that quantizers are values; "
-                "pass anything else as an argument of the call"
+                "str or an Enum, so that quantizers are values; pass anything else as an argument "
+                "of the call"
             )
             raise TypeError(msg)
-    cls._types = types  # type: ignore[attr-defined]  # read back by _field_types
+    cls._types = types  # read back by _field_types
     register_class(cls)
     register_value_type(cls, real=("with_usage", "replace"))
 
