@@ -137,7 +137,7 @@ class ToyQuantizer(Quantizer):
                 raise ShapeError(msg)
 
     def store(self, scale: Tensor) -> Tensor:
-        return (scale.t() if self.optimize_for_gemm else scale).contiguous()
+        return _dense(scale.t() if self.optimize_for_gemm else scale)
 
     def describe_buffers(self, shape: Sequence[int]) -> dict[str, BufferSpec]:
         m, k = _matrix(shape)
@@ -160,12 +160,12 @@ class ToyQuantizer(Quantizer):
         made = {}
         if self.rowwise:
             codes, scale = self._encode(matrix.reshape(m, *_cut(k, self.block)))
-            made["rowwise_data"] = codes.reshape(x.shape).contiguous()
+            made["rowwise_data"] = _dense(codes.reshape(x.shape))
             made["rowwise_scale_inv"] = self.store(scale)
         if self.columnwise:
             blocks = matrix.reshape(*_cut(m, self.block), k).transpose(1, 2)
             codes, scale = self._encode(blocks)
-            made["columnwise_data"] = codes.transpose(1, 2).reshape(x.shape).contiguous()
+            made["columnwise_data"] = _dense(codes.transpose(1, 2).reshape(x.shape))
             made["columnwise_scale_inv"] = self.store(scale)
         if out is None:
             return made
@@ -198,6 +198,11 @@ class ToyQuantizer(Quantizer):
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if len(shape) else 1
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Return ``t`` with the strides of a fresh allocation, those of size-1 axes included."""
+    return t.reshape(-1).view(t.shape)
 
 
 def _cut(size: int, block: int) -> tuple[int, int]:
