@@ -209,7 +209,9 @@ def _cut(size: int, block: int) -> tuple[int, int]:
     return (size // block, block) if block else (1, size)
 
 
-def proto(shape: Sequence[int], quantizer: Quantizer | None = None, **options: object) -> TensorProto:
+def proto(
+    shape: Sequence[int], quantizer: Quantizer | None = None, **options: object
+) -> TensorProto:
     """Return a float32 prototype on the CPU."""
     return TensorProto(
         **{"shape": tuple(shape), "dtype": torch.float32, "device": "cpu", "quantizer": quantizer}

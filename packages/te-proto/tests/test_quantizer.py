@@ -25,7 +25,7 @@ from te_proto.errors import (
     UsageError,
 )
 
-ODD = ToyQuantizer(rounding=Rounding.ZERO, ceiling=-math.inf, note="it's \"odd\"", block=0)
+ODD = ToyQuantizer(rounding=Rounding.ZERO, ceiling=-math.inf, note='it\'s "odd"', block=0)
 
 
 class OptionsQuantizer(ToyQuantizer):
@@ -149,7 +149,7 @@ def test_state_is_plain_values_only() -> None:
         "block": 0,
         "rounding": "ZERO",
         "ceiling": -math.inf,
-        "note": "it's \"odd\"",
+        "note": 'it\'s "odd"',
     }
 
 
@@ -385,7 +385,9 @@ def test_quantize_into_another_layout_is_refused_and_writes_nothing() -> None:
         (ToyQuantizer(columnwise=False), values(8, 4, seed=1)),
         (ToyQuantizer(columnwise=False, optimize_for_gemm=True), values(4, 8, seed=1)),
     ):
-        with pytest.raises(LayoutError, match=r"^toy: out must have the shape \(\d, \d\) and the buf"):
+        with pytest.raises(
+            LayoutError, match=r"^toy: out must have the shape \(\d, \d\) and the buf"
+        ):
             q.quantize_into(x, out)
     assert codes_of(out) == before
 
@@ -398,7 +400,9 @@ def test_quantize_into_something_else_is_refused() -> None:
 
 def test_noop_of_another_kind_is_refused() -> None:
     out = ToyQuantizer().make_empty((4, 8), device="cpu")
-    with pytest.raises(DtypeError, match=r"^toy: noop must be one float32 element on cpu, got torch.bool"):
+    with pytest.raises(
+        DtypeError, match=r"^toy: noop must be one float32 element on cpu, got torch.bool"
+    ):
         ToyQuantizer().quantize_into(values(4, 8), out, noop=torch.tensor(True))
     for noop in (torch.zeros(2), torch.zeros(1, device="meta")):
         with pytest.raises(DeviceError, match="^toy: noop must be one float32 element on cpu"):
@@ -423,10 +427,13 @@ def test_alloc_tensors_are_the_described_buffers() -> None:
 
 
 def test_make_empty_has_dtype_device_and_flag() -> None:
-    q = ToyQuantizer().make_empty(
-        (8, 12), dtype=torch.bfloat16, device="meta", requires_grad=True
+    q = ToyQuantizer().make_empty((8, 12), dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert (q.shape, q.dtype, q.device.type, q.requires_grad) == (
+        (8, 12),
+        torch.bfloat16,
+        "meta",
+        True,
     )
-    assert (q.shape, q.dtype, q.device.type, q.requires_grad) == ((8, 12), torch.bfloat16, "meta", True)
 
 
 def test_enum_classes_of_one_name_do_not_mix_in_fx_repr() -> None:

@@ -130,7 +130,9 @@ def swapped(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
             f"{NEEDS}['rowwise_data', 'rowwise_scale_inv', 'columnwise_scale_inv']",
             id="missing",
         ),
-        pytest.param({**META, "amax": META["rowwise_data"]}, f"{NEEDS}{[*META, 'amax']}", id="extra"),
+        pytest.param(
+            {**META, "amax": META["rowwise_data"]}, f"{NEEDS}{[*META, 'amax']}", id="extra"
+        ),
         pytest.param(
             dict(reversed(META.items())), f"{NEEDS}{list(reversed(META))}", id="wrong-order"
         ),
@@ -180,9 +182,7 @@ def test_a_second_class_of_one_name_is_refused(base: type[Any]) -> None:
     namespace = {"__module__": "te_elsewhere", "__qualname__": f"Twice{base.__name__}"}
     first = type(f"Twice{base.__name__}", (base,), dict(namespace))
     key = f"te_elsewhere:Twice{base.__name__}"
-    message = (
-        f"two classes claim the name {key!r}; rename one, or do not import the module twice"
-    )
+    message = f"two classes claim the name {key!r}; rename one, or do not import the module twice"
     with pytest.raises(PluginError, match=f"^{re.escape(message)}$"):
         type(f"Twice{base.__name__}", (base,), dict(namespace))
     assert find_class(key) is first

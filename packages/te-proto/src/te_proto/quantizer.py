@@ -54,7 +54,8 @@ class Quantizer(OpaqueBase):
     A subclass is made a frozen, keyword-only dataclass and registered with torch as an opaque value
     when it is defined. Its fields are its identity and may only be bool, int, float, str or Enum.
     A format supplies the class attributes, :meth:`describe_buffers`, :meth:`check_shape`,
-    :meth:`quantize_impl`, :meth:`dequantize_impl` and :attr:`alignment`.
+    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may call
+    methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13) cannot.
 
     Attributes:
         rowwise: produce the plane whose blocks run along the last axis.
@@ -111,30 +112,38 @@ class Quantizer(OpaqueBase):
 
     @abstractmethod
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise :class:`te_proto.errors.ShapeError` if the planes that are on cannot hold ``shape``."""
+        """Raise :class:`te_proto.errors.ShapeError` if a plane that is on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
             x: a plain tensor whose shape and dtype were checked; any strides.
-            out: write into these buffers instead of new ones, and return them.
-            noop: float32 scalar tensor; with ``out``, exactly 1.0 leaves every byte as it is.
         """
 
     @abstractmethod
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        """Return the plain tensor of ``shape`` and ``dtype`` that the buffers ``inner`` stand for."""
+        """Return the plain tensor of ``shape`` and ``dtype`` that ``inner`` stands for."""
 
-    @property
     @abstractmethod
     def alignment(self) -> tuple[int, int]:
-        """Multiples that ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+        """Multiples ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+
+    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+        """Quantize ``x`` into the buffers ``out``; a format with kernels may override.
+
+        Args:
+            x: as for :meth:`quantize_impl`.
+            out: buffers that were checked against :meth:`describe_buffers`.
+            noop: one float32 element; exactly 1.0 leaves every byte as it is.
+        """
+        for name, made in self.quantize_impl(x).items():
+            if noop is not None:
+                made = torch.where(noop.reshape(()) == 1.0, out[name], made)  # noqa: PLW2901
+            out[name].copy_(made)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -159,11 +168,12 @@ class Quantizer(OpaqueBase):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Rebuild the quantizer whose :meth:`state` this is; fields it lacks take their defaults."""
+        """Rebuild the quantizer whose :meth:`state` this is; absent fields take their defaults."""
         types = cls._field_types()
         if unknown := sorted(set(state) - set(types)):
             msg = (
-                f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} does "
+                f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} "
+                "does "
                 f"not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
@@ -287,8 +297,10 @@ class Quantizer(OpaqueBase):
         found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
         if plain.shape != out.shape or wanted != found:
             msg = (
-                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers {list(wanted)} "
-                f"of {self}, got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
+                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers "
+                f"{list(wanted)} "
+                f"of {self}, "
+                f"got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
                 f"quantize into a tensor made by this quantizer"
             )
             raise LayoutError(msg)
@@ -301,7 +313,7 @@ class Quantizer(OpaqueBase):
             )
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
         with torch.no_grad():
-            self.quantize_impl(plain.detach().to(out.device), held, noop)
+            self.quantize_into_impl(plain.detach().to(out.device), held, noop)
         now = self.replace(internal=out.quantizer.internal)
         if now != out.quantizer:
             out.quantizer = now
@@ -309,10 +321,16 @@ class Quantizer(OpaqueBase):
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:
             names = ", ".join(str(d)[6:] for d in INPUT_DTYPES)
-            msg = f"{self.format_name}: x must be one of {names}, got {str(x.dtype)[6:]}; cast it first"
+            msg = (
+                f"{self.format_name}: x must be one of {names}, got {str(x.dtype)[6:]}; "
+                "cast it first"
+            )
             raise DtypeError(msg)
         if not (self.rowwise or self.columnwise):
-            msg = f"{self.format_name}: neither rowwise nor columnwise is on; turn one on with with_usage()"
+            msg = (
+                f"{self.format_name}: neither rowwise nor columnwise is on; "
+                "turn one on with with_usage()"
+            )
             raise UsageError(msg)
         self.check_shape(x.shape)
 
@@ -327,8 +345,10 @@ def _define(cls: type[Quantizer]) -> None:
             isinstance(kind, type) and issubclass(kind, enum.Enum)
         ):
             msg = (
-                f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, str "
-                f"or an Enum, so that quantizers are values; pass anything else as an argument of the call"
+                f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, "
+                "str "
+                "or an Enum, so that quantizers are values; "
+                "pass anything else as an argument of the call"
             )
             raise TypeError(msg)
     cls._types = types  # type: ignore[attr-defined]  # read back by _field_types
