@@ -178,7 +178,7 @@ class ToyQuantizer(Quantizer):
         """Return codes and scale_inv of blocks along the last axis."""
         amax = blocks.abs().amax(-1) if blocks.shape[-1] else blocks.new_zeros(blocks.shape[:-1])
         scale_inv = amax / MAX
-        codes = blocks / torch.where(scale_inv == 0, 1.0, scale_inv)[..., None]
+        codes = blocks / scale_inv.masked_fill(scale_inv == 0, 1.0).unsqueeze(-1)
         codes = codes.round() if self.rounding is Rounding.NEAREST else codes.trunc()
         return codes.to(torch.int8), scale_inv
 
@@ -190,9 +190,9 @@ class ToyQuantizer(Quantizer):
         codes = inner[f"{plane}_data"].reshape(m, k).float()
         scale_inv = self.store(inner[f"{plane}_scale_inv"])
         if plane == "rowwise":
-            values = codes.reshape(m, *_cut(k, self.block)) * scale_inv[..., None]
+            values = codes.reshape(m, *_cut(k, self.block)) * scale_inv.unsqueeze(-1)
         else:
-            values = codes.reshape(*_cut(m, self.block), k) * scale_inv[:, None]
+            values = codes.reshape(*_cut(m, self.block), k) * scale_inv.unsqueeze(1)
         return values.reshape(tuple(shape)).to(dtype)
 
 
