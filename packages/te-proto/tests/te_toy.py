@@ -137,7 +137,7 @@ class ToyQuantizer(Quantizer):
                 raise ShapeError(msg)
 
     def store(self, scale: Tensor) -> Tensor:
-        return (scale.t() if self.optimize_for_gemm else scale).contiguous()
+        return _dense(scale.t() if self.optimize_for_gemm else scale)
 
     def describe_buffers(self, shape: Sequence[int]) -> dict[str, BufferSpec]:
         m, k = _matrix(shape)
@@ -160,12 +160,12 @@ class ToyQuantizer(Quantizer):
         made = {}
         if self.rowwise:
             codes, scale = self._encode(matrix.reshape(m, *_cut(k, self.block)))
-            made["rowwise_data"] = codes.reshape(x.shape).contiguous()
+            made["rowwise_data"] = _dense(codes.reshape(x.shape))
             made["rowwise_scale_inv"] = self.store(scale)
         if self.columnwise:
             blocks = matrix.reshape(*_cut(m, self.block), k).transpose(1, 2)
             codes, scale = self._encode(blocks)
-            made["columnwise_data"] = codes.transpose(1, 2).reshape(x.shape).contiguous()
+            made["columnwise_data"] = _dense(codes.transpose(1, 2).reshape(x.shape))
             made["columnwise_scale_inv"] = self.store(scale)
         if out is None:
             return made
@@ -178,7 +178,7 @@ class ToyQuantizer(Quantizer):
         """Return codes and scale_inv of blocks along the last axis."""
         amax = blocks.abs().amax(-1) if blocks.shape[-1] else blocks.new_zeros(blocks.shape[:-1])
         scale_inv = amax / MAX
-        codes = blocks / torch.where(scale_inv == 0, 1.0, scale_inv)[..., None]
+        codes = blocks / scale_inv.masked_fill(scale_inv == 0, 1.0).unsqueeze(-1)
         codes = codes.round() if self.rounding is Rounding.NEAREST else codes.trunc()
         return codes.to(torch.int8), scale_inv
 
@@ -190,14 +190,19 @@ class ToyQuantizer(Quantizer):
         codes = inner[f"{plane}_data"].reshape(m, k).float()
         scale_inv = self.store(inner[f"{plane}_scale_inv"])
         if plane == "rowwise":
-            values = codes.reshape(m, *_cut(k, self.block)) * scale_inv[..., None]
+            values = codes.reshape(m, *_cut(k, self.block)) * scale_inv.unsqueeze(-1)
         else:
-            values = codes.reshape(*_cut(m, self.block), k) * scale_inv[:, None]
+            values = codes.reshape(*_cut(m, self.block), k) * scale_inv.unsqueeze(1)
         return values.reshape(tuple(shape)).to(dtype)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if len(shape) else 1
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Return ``t`` with the strides of a fresh allocation, those of size-1 axes included."""
+    return t.reshape(-1).view(t.shape)
 
 
 def _cut(size: int, block: int) -> tuple[int, int]:

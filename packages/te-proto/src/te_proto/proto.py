@@ -110,12 +110,23 @@ class TensorProto:
             raise LayoutError(msg)
         if self.quantizer is None:
             (data,) = inner.values() if isinstance(inner, dict) else inner
+            self._check_plain(data)
             return data.requires_grad_() if self.requires_grad else data
         named = dict(inner) if isinstance(inner, dict) else dict(zip(names, inner, strict=True))
         context = self.quantizer.create_metadata(self.dtype)
         return context.build(
             named, self.shape, requires_grad=self.requires_grad and not self.quantizer.internal
         )
+
+    def _check_plain(self, data: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if (tuple(data.shape), data.dtype) != (self.shape, self.dtype) or not data.is_contiguous():
+            msg = (
+                f"data of a plain prototype must be a contiguous {self.dtype} of shape {self.shape}, "
+                f"got {data.dtype} of shape {tuple(data.shape)} and strides {data.stride()}"
+            )
+            raise LayoutError(msg)
 
     def create_tensor(self) -> Any:
         """Allocate and assemble: an uninitialised tensor, or bare storage if ``internal``.
@@ -201,7 +212,8 @@ def eval_proto(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         DeviceError: a prototype among the arguments has no device.
     """
-    with FakeTensorMode():
+    # what fn refers to by itself, such as the parameters of a module, may be real
+    with FakeTensorMode(allow_non_fake_inputs=True):
 
         def stand_in(leaf: Any) -> Any:
             if isinstance(leaf, (Tensor, QuantizedStorage)):
