@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
+
 from te_proto.errors import DtypeError, TeError
 from te_proto.testing import assert_same_bits, assert_same_metadata, hostile
 
@@ -31,7 +33,7 @@ def test_first_bad_index_count_and_both_values_are_reported() -> None:
         pytest.param(0x00000000, -0x80000000, id="sign-of-zero"),
     ],
 )
-def test_equal_values_with_other_bits_differ(a, b) -> None:
+def test_equal_values_with_other_bits_differ(a: int, b: Any) -> None:
     left, right = (torch.tensor([v], dtype=torch.int32).view(torch.float32) for v in (a, b))
     assert_same_bits(left, left.clone())
     with pytest.raises(AssertionError, match=r"1 of 1 elements differ, first at index \(0,\)"):
@@ -51,7 +53,7 @@ def test_equal_values_with_other_bits_differ(a, b) -> None:
     ],
     ids=str,
 )
-def test_any_dtype_and_stride(dtype) -> None:
+def test_any_dtype_and_stride(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2, (4, 6, 16), dtype=torch.uint8)
     a = raw.view(dtype)[::2].transpose(0, 1)
     b = raw.clone().view(dtype)[::2].transpose(0, 1)
@@ -81,7 +83,7 @@ def test_scalar_and_empty_tensors() -> None:
         ),
     ],
 )
-def test_shape_and_dtype_come_first(b, message) -> None:
+def test_shape_and_dtype_come_first(b: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(message)):
         assert_same_bits(torch.zeros(2), b, what="s")
 
@@ -113,7 +115,7 @@ def test_metadata_names_every_difference() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hostile_holds_every_edge(dtype) -> None:
+def test_hostile_holds_every_edge(dtype: torch.dtype) -> None:
     x = hostile((512, 1024), dtype)
     info = torch.finfo(dtype)
     assert x.dtype == dtype
@@ -129,7 +131,7 @@ def test_hostile_holds_every_edge(dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hostile_maxima_sit_on_bounds_and_one_ulp_off(dtype) -> None:
+def test_hostile_maxima_sit_on_bounds_and_one_ulp_off(dtype: torch.dtype) -> None:
     x = hostile((1024, 256), dtype, block=(2, 64))
     amax = x.unflatten(0, (-1, 2)).unflatten(2, (-1, 64)).abs().amax(dim=(1, 3)).flatten()
     word = {4: torch.int32, 2: torch.int16}[x.element_size()]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from te_proto.testing import count_compiles, poisoned_allocations
+
+from te_proto.testing import CompileCounts, count_compiles, poisoned_allocations
 from te_proto.testing.plugin import cuda_absent
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ ALLOCATIONS = {
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
-def test_poisoned_allocation_is_all_ones(poisoned, name) -> None:
+def test_poisoned_allocation_is_all_ones(poisoned: None, name: str) -> None:
     t = ALLOCATIONS[name]()
     assert set(t.untyped_storage().tolist()) == {0xFF}
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
-def test_poisoning_keeps_the_layout(name) -> None:
+def test_poisoning_keeps_the_layout(name: str) -> None:
     plain = ALLOCATIONS[name]()
     with poisoned_allocations():
         poisoned = ALLOCATIONS[name]()
@@ -64,21 +65,24 @@ def test_poisoning_ends() -> None:
     assert (torch.empty(1 << 16, dtype=torch.uint8) != 0xFF).any()
 
 
-def test_results_do_not_change_under_poison(poisoned) -> None:
+def test_results_do_not_change_under_poison(poisoned: None) -> None:
     x = torch.arange(12.0, requires_grad=True)
     (x.view(3, 4).t().contiguous() * 2).sum().backward()
+    assert x.grad is not None
     assert x.grad.tolist() == [2.0] * 12
     assert torch.zeros(2).tolist() == [0.0, 0.0]
     assert torch.cat([torch.ones(1), torch.full((1,), 3.0)]).tolist() == [1.0, 3.0]
 
 
 @inductor
-def test_compiled_graph_is_poisoned(poisoned) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(4) + x
+def test_compiled_graph_is_poisoned(poisoned: None) -> None:
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(4) + x, x.new_empty(4)
 
     torch._dynamo.reset()
-    assert torch.compile(f, fullgraph=True)(torch.ones(4)).isnan().all()
+    used, returned = torch.compile(f, fullgraph=True)(torch.ones(4))
+    assert used.isnan().all()
+    assert set(returned.untyped_storage().tolist()) == {0xFF}
 
 
 def test_one_graph_is_counted() -> None:
@@ -128,7 +132,7 @@ def test_counts_are_final_and_start_from_zero() -> None:
 
 
 @inductor
-def test_cache_hit_is_counted(tmp_path, monkeypatch) -> None:
+def test_cache_hit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -142,12 +146,12 @@ def test_cache_hit_is_counted(tmp_path, monkeypatch) -> None:
     assert cold.fx_misses == 1
 
 
-def test_counted_fixture_counts(counted) -> None:
+def test_counted_fixture_counts(counted: CompileCounts) -> None:
     torch.compile(torch.cos, backend="eager")(torch.ones(2))
     assert counted.graphs == 1
 
 
-def test_device_is_where_the_option_says(device, pytestconfig) -> None:
+def test_device_is_where_the_option_says(device: torch.device, pytestconfig: pytest.Config) -> None:
     assert device == torch.device(pytestconfig.getoption("--te-device"))
 
 
@@ -166,7 +170,7 @@ def test_reason_is_torchs_own() -> None:
             == f"torch {torch.__version__} is built without CUDA (torch.version.cuda is None)"
         )
     else:
-        assert "finds no GPU: " in reason
+        assert "finds no GPU: " in str(reason)
 
 
 def python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -181,7 +185,7 @@ def python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_kit_imports_neither_torch_nor_triton(tmp_path) -> None:
+def test_kit_imports_neither_torch_nor_triton(tmp_path: Path) -> None:
     code = (
         "import sys, te_proto.testing, te_proto.testing.plugin, te_proto.testing.interpreter, "
         "te_proto.testing.aot; assert not {'torch', 'triton'} & set(sys.modules)"
@@ -189,7 +193,7 @@ def test_kit_imports_neither_torch_nor_triton(tmp_path) -> None:
     assert python("-c", code, cwd=tmp_path).stderr == ""
 
 
-def test_fixtures_and_marker_outside_this_repository(tmp_path) -> None:
+def test_fixtures_and_marker_outside_this_repository(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import sys, pytest\n"
         "@pytest.mark.gpu\n"
@@ -200,8 +204,8 @@ def test_fixtures_and_marker_outside_this_repository(tmp_path) -> None:
     run = "sys.exit(pytest.main(['-qrs', '-pno:cacheprovider', '-pte_proto.testing.plugin', "
     out = python("-c", f"{hide}{run}'--strict-markers']))", cwd=tmp_path).stdout
     assert "triton is not installed" in out
-    if cuda_absent():
-        assert cuda_absent() in out
+    if reason := cuda_absent():
+        assert reason in out
         refused = python("-c", f"{hide}{run}'--te-device=cuda']))", cwd=tmp_path)
         assert refused.returncode == pytest.ExitCode.USAGE_ERROR
-        assert f"--te-device=cuda: {cuda_absent()}" in refused.stderr
+        assert f"--te-device=cuda: {reason}" in refused.stderr

@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
-    from te_proto.proto import TensorProto
     from torch import Tensor
 
     from te_linear.plan import LinearPlan
+    from te_proto.proto import TensorProto
 
 
 def execute_forward(
@@ -62,7 +63,7 @@ def execute_backward(
 
 def _quantize(value: Any, proto: TensorProto) -> Any:
     if isinstance(value, QuantizedStorage):
-        assert proto.quantizer is not None  # _operand set it  # noqa: S101
+        assert proto.quantizer is not None  # _operand set it
         return value.with_usage(
             rowwise=proto.quantizer.rowwise, columnwise=proto.quantizer.columnwise
         )

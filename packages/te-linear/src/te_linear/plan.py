@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from te_proto.errors import DtypeError, ShapeError
+from te_proto.errors import DtypeError, ShapeError, UsageError
 from te_proto.proto import TensorProto
 from te_proto.quantizer import INPUT_DTYPES, Quantizer, Recipe
 
@@ -137,6 +137,15 @@ def _operand(
     """Return the quantized form of an operand that forward reads rowwise."""
     if given.quantizer is not None:
         quantizer = given.quantizer
+        if not quantizer.rowwise or (columnwise and not quantizer.columnwise):
+            lacks, has = (
+                ("rowwise", "columnwise") if not quantizer.rowwise else ("columnwise", "rowwise")
+            )
+            msg = (
+                f"linear: {role} must hold the {lacks} plane, got {has} alone; "
+                f"quantize it with that usage"
+            )
+            raise UsageError(msg)
     quantizer = quantizer.replace(internal=True, rowwise=True, columnwise=columnwise)
     proto = TensorProto(shape=shape, dtype=given.dtype, quantizer=quantizer, device=given.device)
     _fits(role, proto)
@@ -154,13 +163,19 @@ def _fits(role: str, proto: TensorProto) -> None:
 def _check(x: TensorProto, weight: TensorProto, bias: TensorProto | None) -> None:
     for role, proto in (("input", x), ("weight", weight), ("bias", bias)):
         if proto is not None and proto.dtype not in INPUT_DTYPES:
-            msg = f"linear: {role} must be float32, bfloat16 or float16, got {str(proto.dtype)[6:]}; cast it first"
+            msg = (
+                f"linear: {role} must be float32, bfloat16 or float16, got {str(proto.dtype)[6:]}; "
+                "cast it first"
+            )
             raise DtypeError(msg)
     if len(weight.shape) != 2:
         msg = f"linear: weight must have 2 axes [N, K], got shape {weight.shape}"
         raise ShapeError(msg)
     if len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
-        msg = f"linear: the last axis of input must be K={weight.shape[1]} of the weight, got shape {x.shape}"
+        msg = (
+            f"linear: the last axis of input must be K={weight.shape[1]} of the weight, "
+            f"got shape {x.shape}"
+        )
         raise ShapeError(msg)
     if bias is not None and (len(bias.shape) != 1 or bias.shape[0] != weight.shape[0]):
         msg = (

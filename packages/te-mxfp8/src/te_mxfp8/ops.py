@@ -11,11 +11,11 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
-from te_proto.custom_op import custom_op
-from te_proto.proto import TensorProto
-from te_proto.storage import QuantizedStorage
 
 from te_mxfp8 import reference
+from te_proto.custom_ops import custom_op
+from te_proto.proto import TensorProto
+from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,20 +30,11 @@ def _runs_kernels(tensor: Tensor) -> bool:
     return _HAS_TRITON and tensor.device.type == "cuda"
 
 
-def quantize(
-    x: Tensor,
-    quantizer: MXFP8Quantizer,
-    out: dict[str, Tensor] | None = None,
-    noop: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Return the buffers of ``x``, new ones or ``out``."""
-    internal = quantizer.replace(internal=True)
+def quantize(x: Tensor, quantizer: MXFP8Quantizer) -> dict[str, Tensor]:
+    """Return the buffers of ``x``."""
     if _runs_kernels(x):
-        if out is None:
-            return QuantizedStorage.inner_tensors(quantize_op(x, internal))
-        quantize_into_op(x, internal.create_metadata(x.dtype).build(out, x.shape), noop)
-        return out
-    buffers = reference.quantize(
+        return QuantizedStorage.inner_tensors(quantize_op(x, quantizer.replace(internal=True)))
+    return reference.quantize(
         x,
         dtype=quantizer.dtype,
         rowwise=quantizer.rowwise,
@@ -51,13 +42,17 @@ def quantize(
         two_d=quantizer.with_2d_quantization,
         swizzled=quantizer.optimize_for_gemm,
     )
-    if out is None:
-        return buffers
-    for name, buffer in out.items():
-        buffer.copy_(
-            buffers[name] if noop is None else torch.where(noop == 1.0, buffer, buffers[name])
-        )
-    return out
+
+
+def quantize_into(
+    x: Tensor, quantizer: MXFP8Quantizer, out: dict[str, Tensor], noop: Tensor | None
+) -> bool:
+    """Fill the buffers ``out`` with the kernel, or return False where it does not run."""
+    if _runs_kernels(x):
+        context = quantizer.replace(internal=True).create_metadata(x.dtype)
+        quantize_into_op(x, context.build(out, x.shape), noop)
+        return True
+    return False
 
 
 def dequantize(storage: MXFP8Storage, quantizer: MXFP8Quantizer, dtype: torch.dtype) -> Tensor:

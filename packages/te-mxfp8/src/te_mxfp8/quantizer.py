@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from te_proto.errors import ShapeError
-from te_proto.quantizer import BufferSpec, Quantizer
 
 from te_mxfp8 import ops
 from te_mxfp8._format import FORMAT
 from te_mxfp8.layout import BLOCK, buffer_shapes, matrix_shape, round_up
 from te_mxfp8.tensor import MXFP8Storage, MXFP8Tensor
+from te_proto.errors import ShapeError
+from te_proto.quantizer import BufferSpec, Quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +25,13 @@ class MXFP8Quantizer(Quantizer):
 
     Attributes:
         dtype: element format, ``"e4m3"`` or ``"e5m2"``.
-        with_2d_quantization: one scale for 32x32 elements, the same codes in both planes, instead of
-            1x32 rowwise and 32x1 columnwise.
+        with_2d_quantization: one scale for 32x32 elements, the same codes in both planes, instead
+            of 1x32 rowwise and 32x1 columnwise.
         optimize_for_gemm: scales in the swizzled order that a GEMM reads.
 
     Source:
-        OCP Microscaling Formats (MX) v1.0; TransformerEngine's MXFP8 kernels, which round scales up.
+        OCP Microscaling Formats (MX) v1.0; TransformerEngine's MXFP8 kernels, which round scales
+        up.
     """
 
     dtype: str = "e4m3"
@@ -45,7 +46,6 @@ class MXFP8Quantizer(Quantizer):
         if self.dtype not in FORMAT.elements:
             self._refuse("dtype", f"must be one of {', '.join(FORMAT.elements)}", self.dtype)
 
-    @property
     def alignment(self) -> tuple[int, int]:
         """Multiples that ``(M, K)`` must have for the usages that are on."""
         both = self.with_2d_quantization and (self.rowwise or self.columnwise)
@@ -56,17 +56,19 @@ class MXFP8Quantizer(Quantizer):
         if len(shape) == 0:
             msg = "mxfp8: x must have at least one axis, got a 0-d tensor; reshape it to (1, K)"
             raise ShapeError(msg)
-        (m, k), (rows, columns) = matrix_shape(shape), self.alignment
+        (m, k), (rows, columns) = matrix_shape(shape), self.alignment()
         if k % columns:
             msg = (
-                f"mxfp8: the last axis of x must be a multiple of {columns}, got {k} in shape {tuple(shape)}; "
+                f"mxfp8: the last axis of x must be a multiple of {columns}, "
+                f"got {k} in shape {tuple(shape)}; "
                 f"pad it to {round_up(k, columns)} first"
             )
             raise ShapeError(msg)
         if m % rows:
             todo = "" if self.with_2d_quantization else ", or turn the columnwise usage off"
             msg = (
-                f"mxfp8: the rows of x, all axes but the last together, must be a multiple of {rows}, "
+                "mxfp8: the rows of x, all axes but the last together, "
+                f"must be a multiple of {rows}, "
                 f"got {m} in shape {tuple(shape)}; pad them to {round_up(m, rows)} first{todo}"
             )
             raise ShapeError(msg)
@@ -76,11 +78,14 @@ class MXFP8Quantizer(Quantizer):
         shapes = buffer_shapes(shape, rowwise=self.rowwise, columnwise=self.columnwise)
         return {name: BufferSpec(buffer, torch.uint8) for name, buffer in shapes.items()}
 
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         """Quantize ``x``; see :func:`te_mxfp8.reference.quantize` for the arithmetic."""
-        return ops.quantize(x, self, out, noop)
+        return ops.quantize(x, self)
+
+    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+        """Quantize ``x`` into ``out``, with the kernel where it runs."""
+        if not ops.quantize_into(x, self, out, noop):
+            super().quantize_into_impl(x, out, noop)
 
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
 
-from te_mxfp8.layout import BLOCK, TILE_INNER, TILE_OUTER, matrix_shape, scale_shape
+from te_mxfp8.layout import BLOCK, TILE_INNER, TILE_OUTER, matrix_shape, round_up
 from te_proto.numerics import decode, decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode
 
 
@@ -43,36 +45,35 @@ def quantize(
         TransformerEngine, ``common/cast/mxfp8/quantize_mxfp8.cuh``; OCP MX v1.0 for the codes.
     """
     m, k = matrix_shape(x.shape)
-    matrix = x.reshape(m, k)
-    buffers: dict[str, Tensor] = {}
+    tiles = _whole_tiles(x.reshape(m, k))
+    rows, columns = tiles.shape
+    planes: dict[str, tuple[Tensor, Tensor]] = {}
     if two_d:
-        blocks = matrix.reshape(m // BLOCK, BLOCK, k // BLOCK, BLOCK)
+        blocks = tiles.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         codes, scale = _quantize_blocks(blocks, (1, 3), dtype)
+        data = _cut(codes.reshape(rows, columns), m, k)
         if rowwise:
-            buffers["rowwise_data"] = codes.reshape(x.shape).contiguous()
-            rows = scale.unsqueeze(1).expand(-1, BLOCK, -1).reshape(m, k // BLOCK)
-            buffers["rowwise_scale_inv"] = store_scale(
-                rows, m, k, columnwise=False, swizzled=swizzled
-            )
+            repeated = scale.unsqueeze(1).expand(-1, BLOCK, -1)
+            planes["rowwise"] = data, repeated.reshape(rows, columns // BLOCK)
         if columnwise:
             # a plane may be dropped or written in place, so it never shares memory with the other
-            codes = codes.clone() if rowwise else codes
-            buffers["columnwise_data"] = codes.reshape(x.shape).contiguous()
-            columns = scale.unsqueeze(2).expand(-1, -1, BLOCK).reshape(m // BLOCK, k)
-            buffers["columnwise_scale_inv"] = store_scale(
-                columns, m, k, columnwise=True, swizzled=swizzled
-            )
-        return buffers
-    if rowwise:
-        codes, scale = _quantize_blocks(matrix.reshape(m, k // BLOCK, BLOCK), (2,), dtype)
-        buffers["rowwise_data"] = codes.reshape(x.shape).contiguous()
-        buffers["rowwise_scale_inv"] = store_scale(scale, m, k, columnwise=False, swizzled=swizzled)
-    if columnwise:
-        codes, scale = _quantize_blocks(matrix.reshape(m // BLOCK, BLOCK, k), (1,), dtype)
-        buffers["columnwise_data"] = codes.reshape(x.shape).contiguous()
-        buffers["columnwise_scale_inv"] = store_scale(
-            scale, m, k, columnwise=True, swizzled=swizzled
-        )
+            data = data.clone() if rowwise else data
+            repeated = scale.unsqueeze(2).expand(-1, -1, BLOCK)
+            planes["columnwise"] = data, repeated.reshape(rows // BLOCK, columns)
+    else:
+        if rowwise:
+            blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
+            codes, scale = _quantize_blocks(blocks, (2,), dtype)
+            planes["rowwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+        if columnwise:
+            blocks = tiles.reshape(rows // BLOCK, BLOCK, columns)
+            codes, scale = _quantize_blocks(blocks, (1,), dtype)
+            planes["columnwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+    buffers: dict[str, Tensor] = {}
+    for plane, (data, scale) in planes.items():
+        buffers[f"{plane}_data"] = data.reshape(x.shape)
+        scale = swizzle(scale, columnwise=plane == "columnwise") if swizzled else scale
+        buffers[f"{plane}_scale_inv"] = scale
     return buffers
 
 
@@ -99,10 +100,17 @@ def dequantize(
         out_dtype: float32, bfloat16 or float16.
     """
     m, k = matrix_shape(data.shape)
-    scale = decode_e8m0(compact_scale(scale_inv, m, k, columnwise=columnwise, swizzled=swizzled))
-    blocks = (m // BLOCK, BLOCK, k) if columnwise else (m, k // BLOCK, BLOCK)
-    values = decode(data.reshape(blocks), dtype) * scale.unsqueeze(1 if columnwise else 2)
-    return values.reshape(data.shape).to(out_dtype)
+    tiles = _whole_tiles(data.reshape(m, k))
+    rows, columns = tiles.shape
+    scale = decode_e8m0(unswizzle(scale_inv, columnwise=columnwise) if swizzled else scale_inv)
+    if columnwise:
+        blocks = tiles.reshape(rows // BLOCK, BLOCK, columns)
+        values = decode(blocks, dtype) * scale.unsqueeze(1)
+    else:
+        blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
+        values = decode(blocks, dtype) * scale.unsqueeze(2)
+    values = values.to(out_dtype).reshape(rows, columns)
+    return _cut(values, m, k).reshape(data.shape)
 
 
 def swizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
@@ -112,32 +120,68 @@ def swizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
     ``(i, j)`` is byte ``(i % 32) * 16 + (i // 32) * 4 + j``. ``i`` counts rows of a rowwise and columns
     of a columnwise buffer, ``j`` blocks: a columnwise buffer is swizzled as its transpose.
     """
-    outer = scale.t() if columnwise else scale
-    i, j = outer.shape
-    tiles = outer.reshape(i // TILE_OUTER, 4, 32, j // TILE_INNER, TILE_INNER)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(scale.shape)
+    rows, columns = scale.shape
+    step_i, step_j = (1, columns) if columnwise else (columns, 1)
+    across = (rows if columnwise else columns) // TILE_INNER
+
+    # Byte 128 * quarter + rest. A permuted view would say the same, but a graph traced through it
+    # is guarded on whether there is one tile or more. Both indices are sums, so it is cheap.
+    quarter = torch.arange(rows * columns // 128, device=scale.device).unsqueeze(1)
+    rest = torch.arange(128, device=scale.device)
+    tile = quarter // 4
+    first_i = tile // across * TILE_OUTER + quarter % 4 * 8
+    first_j = tile % across * TILE_INNER
+    i = rest // 16 + rest % 16 // 4 * 32
+    j = rest % 4
+    source = (first_i * step_i + first_j * step_j) + (i * step_i + j * step_j)
+    return scale.reshape(-1)[source].view(scale.shape)
 
 
 def unswizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
     """Return a padded swizzled scale buffer in compact order, the inverse of :func:`swizzle`."""
-    i, j = reversed(scale.shape) if columnwise else scale.shape
-    tiles = scale.reshape(i // TILE_OUTER, j // TILE_INNER, 32, 4, TILE_INNER)
-    outer = tiles.permute(0, 3, 2, 1, 4).reshape(i, j)
-    return outer.t().contiguous() if columnwise else outer
-
-
-def store_scale(scale: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
-    """Return the scale buffer of an ``[m, k]`` matrix: the scales of its blocks, padded with zero."""
-    padded = scale.new_zeros(scale_shape(m, k, columnwise=columnwise))
-    padded[: scale.shape[0], : scale.shape[1]] = scale
-    return swizzle(padded, columnwise=columnwise) if swizzled else padded
+    rows, columns = scale.shape
+    across = (rows if columnwise else columns) // TILE_INNER
+    row = torch.arange(rows, device=scale.device).unsqueeze(1)
+    column = torch.arange(columns, device=scale.device)
+    i, j = (column, row) if columnwise else (row, column)
+    tile_row = i // TILE_OUTER * across * 512 + i % 32 * 16 + i % TILE_OUTER // 32 * 4
+    return scale.reshape(-1)[tile_row + (j // TILE_INNER * 512 + j % TILE_INNER)]
 
 
 def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
-    """Return the scales of an ``[m, k]`` matrix's blocks, the inverse of :func:`store_scale`."""
+    """Return the scales of the blocks of an ``[m, k]`` matrix, without padding, in compact order."""
     if swizzled:
         scale_inv = unswizzle(scale_inv, columnwise=columnwise)
     return scale_inv[: m // BLOCK, :k] if columnwise else scale_inv[:m, : k // BLOCK]
+
+
+def store_scale(scale: Tensor, *, columnwise: bool, swizzled: bool) -> Tensor:
+    """Return the scale buffer that holds these scales, the inverse of :func:`compact_scale`."""
+    rows, columns = scale.shape
+    i, j = (TILE_INNER, TILE_OUTER) if columnwise else (TILE_OUTER, TILE_INNER)
+    padded = pad(scale, (0, round_up(columns, j) - columns, 0, round_up(rows, i) - rows))
+    return swizzle(padded, columnwise=columnwise) if swizzled else padded.contiguous()
+
+
+def _whole_tiles(matrix: Tensor) -> Tensor:
+    """Return ``matrix`` padded with zeros to whole swizzle tiles, 128 rows and 128 columns.
+
+    The padding of the scale buffers is then what blocks of zeros get. A traced graph always pads:
+    a size rounded up to 128 is never 1, where ``M // 32`` could be and would be guarded on.
+    """
+    m, k = matrix.shape
+    if not is_compiling() and m % TILE_OUTER == 0 and k % TILE_OUTER == 0:
+        return matrix
+    return pad(matrix, (0, round_up(k, TILE_OUTER) - k, 0, round_up(m, TILE_OUTER) - m))
+
+
+def _cut(tiles: Tensor, m: int, k: int) -> Tensor:
+    """Return the first ``m`` rows and ``k`` columns, contiguous."""
+    cut = tiles[:m, :k]
+    if is_compiling():
+        # contiguous() would guard on whether there was padding
+        return cut.clone(memory_format=torch.contiguous_format)
+    return cut.contiguous()
 
 
 def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:

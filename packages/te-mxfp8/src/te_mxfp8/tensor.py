@@ -11,19 +11,20 @@ import math
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+
+from te_mxfp8.layout import BLOCK, matrix_shape
+from te_mxfp8.reference import compact_scale, store_scale
 from te_proto.errors import ShapeError
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
-from te_mxfp8.layout import BLOCK, matrix_shape
-from te_mxfp8.reference import compact_scale, store_scale
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from te_proto.quantizer import Quantizer
     from torch import Tensor
     from typing_extensions import Self
+
+    from te_proto.quantizer import Quantizer
 
 _PLANES = (("rowwise", False), ("columnwise", True))
 
@@ -37,7 +38,10 @@ class MXFP8Storage(QuantizedStorage):
     columnwise_scale_inv: InnerTensor
 
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
-        """Return the inner tensors of a view; blocks stay whole if K does, or if K only holds whole rowwise ones."""
+        """Return the inner tensors of a view, or None if a block would be cut.
+
+        Blocks stay whole if K does, or if the new K only holds whole rowwise ones.
+        """
         k = self.shape[-1]
         same = len(shape) > 0 and shape[-1] == k
         if not same and (
@@ -52,24 +56,28 @@ class MXFP8Storage(QuantizedStorage):
                 inner[name] = tensor
             else:
                 blocks = self._compact(tensor, columnwise=False).reshape(-1, shape[-1] // BLOCK)
-                inner[name] = self._store(blocks, shape, columnwise=False)
+                inner[name] = self._store(blocks, columnwise=False)
         return inner
 
     def narrow_inner(self, dim: int, start: int, length: int) -> dict[str, Tensor]:
-        """Return the inner tensors of a slice; it must begin and end on a block of each plane held."""
-        shape = [length if d == dim else n for d, n in enumerate(self.shape)]
-        last = dim == len(shape) - 1
-        inner = 1 if last else math.prod(shape[dim + 1 : -1])
+        """Return the inner tensors of a slice.
+
+        Raises:
+            ShapeError: it does not begin and end on a block of each plane held.
+        """
+        last = dim == len(self.shape) - 1
+        inner = 1 if last else math.prod(self.shape[dim + 1 : -1])
         for plane, columnwise in _PLANES:
             held = self.columnwise_data if columnwise else self.rowwise_data
             if held is None or (last == columnwise and not self._two_d):
                 continue  # the axis is not cut into blocks in this plane
             if not self._whole(dim, (start * inner, length * inner)):
                 self._cut(plane, dim, start, length, inner)
-        return self._map(
-            shape,
-            lambda t, axis, unit: t.narrow(axis, start * unit // BLOCK, length * unit // BLOCK),
-            dim,
+        return self._join(
+            {
+                name: part.narrow(axis, start * unit // BLOCK, length * unit // BLOCK)
+                for name, (part, axis, unit) in self._parts(dim).items()
+            }
         )
 
     @classmethod
@@ -80,20 +88,17 @@ class MXFP8Storage(QuantizedStorage):
         rows = first.columnwise_data is not None or first._two_d
         if not last and rows and not all(t._whole(dim, ()) for t in tensors):
             return None
-        total = sum(t.shape[dim] for t in tensors)
-        shape = [total if d == dim else n for d, n in enumerate(first.shape)]
         parts = [t._parts(dim) for t in tensors]
         joined = {
             n: torch.cat([p[n][0] for p in parts], dim=axis) for n, (_, axis, _) in parts[0].items()
         }
-        return first._join(shape, joined)
+        return first._join(joined)
 
     def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]]:
-        """Return the 2-D transpose: each plane is the exact image of the other one of the result."""
+        """Return the 2-D transpose: each plane is the exact image of the result's other one."""
         quantizer = self.quantizer.with_usage(
             rowwise=self.quantizer.columnwise, columnwise=self.quantizer.rowwise
         )
-        m, k = self.shape
         inner: dict[str, Tensor] = {}
         for plane, columnwise in _PLANES:
             source = "rowwise" if columnwise else "columnwise"
@@ -101,9 +106,7 @@ class MXFP8Storage(QuantizedStorage):
             if data is not None:
                 inner[f"{plane}_data"] = data.t().contiguous()
                 compact = self._compact(scale, columnwise=not columnwise)
-                inner[f"{plane}_scale_inv"] = self._store(
-                    compact.t(), (k, m), columnwise=columnwise
-                )
+                inner[f"{plane}_scale_inv"] = self._store(compact.t(), columnwise=columnwise)
         return quantizer, inner
 
     # -- helpers ----------------------------------------------------------------------------------
@@ -118,14 +121,11 @@ class MXFP8Storage(QuantizedStorage):
             scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm
         )
 
-    def _store(self, scale: Tensor, shape: Sequence[int], *, columnwise: bool) -> Tensor:
-        m, k = matrix_shape(shape)
-        return store_scale(
-            scale, m, k, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm
-        )
+    def _store(self, scale: Tensor, *, columnwise: bool) -> Tensor:
+        return store_scale(scale, columnwise=columnwise, swizzled=self.quantizer.optimize_for_gemm)
 
     def _whole(self, dim: int, edges: Sequence[int]) -> bool:
-        """Whether blocks of 32 rows (or of 32 columns, for the last axis) do not cross ``edges`` of ``dim``."""
+        """Whether no block of 32 rows (last axis: columns) crosses ``edges`` of ``dim``."""
         if dim == len(self.shape) - 1:
             return all(edge % BLOCK == 0 for edge in edges)
         outer, chunk = math.prod(self.shape[:dim]), math.prod(self.shape[dim:-1])
@@ -134,16 +134,19 @@ class MXFP8Storage(QuantizedStorage):
     def _cut(self, plane: str, dim: int, start: int, length: int, inner: int) -> NoReturn:
         unit = BLOCK // math.gcd(BLOCK, inner)
         msg = (
-            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, whole {plane} blocks of {BLOCK}, "
-            f"got [{start}:{start + length}] of shape {tuple(self.shape)}; slice elsewhere, drop the {plane} plane "
+            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, "
+            f"whole {plane} blocks of {BLOCK}, "
+            f"got [{start}:{start + length}] of shape {tuple(self.shape)}; slice elsewhere, "
+            f"drop the {plane} plane "
             f"with with_usage(), or call .dequantize() first"
         )
         raise ShapeError(msg)
 
     def _parts(self, dim: int) -> dict[str, tuple[Tensor, int, int]]:
-        """Return each inner tensor with the axis that is ``dim`` in it, and 32 times its entries per entry of ``dim``.
+        """Return each inner tensor, its axis for ``dim`` and its unit.
 
-        Scales come compact, with the rows split at ``dim``.
+        The unit is 32 times its entries per entry of ``dim``. Scales come compact, with the rows
+        split at ``dim``.
         """
         last = dim == len(self.shape) - 1
         outer = 1 if last else math.prod(self.shape[:dim])
@@ -163,17 +166,12 @@ class MXFP8Storage(QuantizedStorage):
             out[f"{plane}_scale_inv"] = (compact, 2 if last else 1, unit if last else unit * inner)
         return out
 
-    def _map(
-        self, shape: Sequence[int], fn: Callable[[Tensor, int, int], Tensor], dim: int
-    ) -> dict[str, Tensor]:
-        return self._join(shape, {n: fn(*part) for n, part in self._parts(dim).items()})
-
-    def _join(self, shape: Sequence[int], parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Make inner tensors of ``shape`` from codes and compact scales."""
+    def _join(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Make inner tensors from codes and compact scales."""
         return {
             name: part.contiguous()
             if name.endswith("_data")
-            else self._store(part.flatten(0, 1), shape, columnwise=name.startswith("col"))
+            else self._store(part.flatten(0, 1), columnwise=name.startswith("col"))
             for name, part in parts.items()
         }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from te_proto.__about__ import __version__
 
 if TYPE_CHECKING:
-    from te_proto.custom_op import custom_op
+    from te_proto.custom_ops import custom_op
     from te_proto.proto import TensorProto, eval_proto, to_tensor_proto
     from te_proto.quantizer import BufferSpec, Quantizer, Recipe
     from te_proto.registry import available_formats, describe, get_quantizer, get_recipe
@@ -30,7 +30,7 @@ _WHERE = {
     "Recipe": "quantizer",
     "TensorProto": "proto",
     "available_formats": "registry",
-    "custom_op": "custom_op",
+    "custom_op": "custom_ops",  # a module of the same name would stand in its place
     "describe": "registry",
     "eval_proto": "proto",
     "fallback": "tensor",

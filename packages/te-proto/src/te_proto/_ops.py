@@ -101,7 +101,7 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _plain_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """``zeros_like`` and its kin are plain: an optimizer's moments must not be quantized unasked."""
+    """``zeros_like`` and kin are plain: an optimizer's moments must not be quantized unasked."""
     q = args[0]
     out: Tensor = func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args[1:], **kwargs)
     return out
@@ -121,7 +121,7 @@ def _view_as(q: Any, shape: Sequence[int]) -> Any:
 def _view_copy(
     q: Any, inner: dict[str, Tensor], shape: Sequence[int], quantizer: Any = None
 ) -> Any:
-    """Return what torch takes for a view, though its buffers are copies: it refuses to be written."""
+    """Return what torch takes for a view, though its buffers are copies; it refuses writes."""
     out = q.like(inner, quantizer=quantizer, shape=shape)
     out.is_view_copy = True
     return out
@@ -180,7 +180,8 @@ def _as_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
     ):
         return _alias(func, (q,), {})
     msg = (
-        f"{q.quantizer.format_name}: as_strided must keep shape {tuple(q.shape)} and strides {q.stride()}, "
+        f"{q.quantizer.format_name}: as_strided must keep shape {tuple(q.shape)} and strides "
+        f"{q.stride()}, "
         f"got {tuple(given['size'])} and {tuple(given['stride'])}; call .dequantize() first"
     )
     raise ShapeError(msg)
@@ -201,7 +202,10 @@ def _slice(func: Any, args: Args, kwargs: Kwargs) -> Any:
     start, end = given["start"] or 0, size if given["end"] is None else given["end"]
     start, end = (min(max(i + size if i < 0 else i, 0), size) for i in (start, end))
     if step != 1:
-        msg = f"{q.quantizer.format_name}: a slice must have step 1, got {step} on axis {dim}; call .dequantize() first"
+        msg = (
+            f"{q.quantizer.format_name}: a slice must have step 1, got {step} on axis {dim}; "
+            "call .dequantize() first"
+        )
         raise ShapeError(msg)
     return _narrow(q, dim, start, max(end - start, 0))
 

@@ -76,7 +76,10 @@ class TensorProto:
             DeviceError: the prototype has no device.
         """
         if self.device is None:
-            msg = f"a prototype of shape {self.shape} needs a device to be made; pass device='cuda' or 'cpu'"
+            msg = (
+                f"a prototype of shape {self.shape} needs a device to be made; "
+                "pass device='cuda' or 'cpu'"
+            )
             raise DeviceError(msg)
         return [
             torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
@@ -87,18 +90,24 @@ class TensorProto:
         """Make the tensor from its inner tensors, in flatten order.
 
         Raises:
-            LayoutError: there are more or fewer than the prototype has, or they have another layout.
+            LayoutError: there are more or fewer than the prototype has, or they have another
+                layout.
         """
         if self.requires_grad and torch.compiler.is_compiling():
             # torch itself would return the tensor without the flag and say nothing
             msg = (
-                f"a leaf that requires grad, of shape {self.shape}, cannot be made in a compiled graph; "
-                f"make it outside, or make it without and call requires_grad_() on the graph's result"
+                f"a leaf that requires grad, of shape {self.shape}, "
+                "cannot be made in a compiled graph; "
+                "make it outside, "
+                "or make it without and call requires_grad_() on the graph's result"
             )
             raise LayoutError(msg)
         names = self.inner_names()
         if len(inner) != len(names):
-            msg = f"a prototype of shape {self.shape} is made of {list(names)}, got {len(inner)} inner tensors"
+            msg = (
+                f"a prototype of shape {self.shape} is made of {list(names)}, "
+                f"got {len(inner)} inner tensors"
+            )
             raise LayoutError(msg)
         if self.quantizer is None:
             (data,) = inner.values() if isinstance(inner, dict) else inner  # type: ignore[union-attr]
@@ -125,7 +134,10 @@ class TensorProto:
             UsageError: the prototype is of a plain tensor.
         """
         if self.quantizer is None:
-            msg = f"a plain tensor has no planes: the prototype of shape {self.shape} has no quantizer"
+            msg = (
+                f"a plain tensor has no planes: the prototype of shape {self.shape} has no "
+                "quantizer"
+            )
             raise UsageError(msg)
         return self.replace(
             quantizer=self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
@@ -160,7 +172,10 @@ def to_tensor_proto(tensor: Tensor | QuantizedStorage) -> TensorProto:
     if isinstance(tensor, QuantizedStorage):
         quantizer = getattr(tensor, "quantizer", None)
         if quantizer is None:
-            msg = f"a {type(tensor).__name__} has no quantizer, so its layout is unknown; build it with one"
+            msg = (
+                f"a {type(tensor).__name__} has no quantizer, so its layout is unknown; "
+                "build it with one"
+            )
             raise LayoutError(msg)
     return TensorProto(
         shape=tuple(tensor.shape),

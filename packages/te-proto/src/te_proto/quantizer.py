@@ -17,7 +17,7 @@ from typing_extensions import Self, dataclass_transform
 
 from te_proto._compat import register_value_type
 from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
-from te_proto.storage import FlattenContext, QuantizedStorage, register_class
+from te_proto.storage import FlattenContext, QuantizedStorage, register_class, source_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,8 @@ class Quantizer(OpaqueBase):
     A subclass is made a frozen, keyword-only dataclass and registered with torch as an opaque value
     when it is defined. Its fields are its identity and may only be bool, int, float, str or Enum.
     A format supplies the class attributes, :meth:`describe_buffers`, :meth:`check_shape`,
-    :meth:`quantize_impl`, :meth:`dequantize_impl` and :attr:`alignment`.
+    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may call
+    methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13) cannot.
 
     Attributes:
         rowwise: produce the plane whose blocks run along the last axis.
@@ -81,6 +82,8 @@ class Quantizer(OpaqueBase):
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
                 self._refuse(name, f"must be a {kind.__name__}", value)
+            if value != value:  # NaN would make a quantizer that is not equal to its own copy
+                self._refuse(name, "must be a number", value)
 
     @classmethod
     def _field_types(cls) -> dict[str, type]:
@@ -109,30 +112,38 @@ class Quantizer(OpaqueBase):
 
     @abstractmethod
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise :class:`te_proto.errors.ShapeError` if the planes that are on cannot hold ``shape``."""
+        """Raise :class:`te_proto.errors.ShapeError` if a plane that is on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
             x: a plain tensor whose shape and dtype were checked; any strides.
-            out: write into these buffers instead of new ones, and return them.
-            noop: float32 scalar tensor; with ``out``, exactly 1.0 leaves every byte as it is.
         """
 
     @abstractmethod
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        """Return the plain tensor of ``shape`` and ``dtype`` that the buffers ``inner`` stand for."""
+        """Return the plain tensor of ``shape`` and ``dtype`` that ``inner`` stands for."""
 
-    @property
     @abstractmethod
     def alignment(self) -> tuple[int, int]:
-        """Multiples that ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+        """Multiples ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
+
+    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+        """Quantize ``x`` into the buffers ``out``; a format with kernels may override.
+
+        Args:
+            x: as for :meth:`quantize_impl`.
+            out: buffers that were checked against :meth:`describe_buffers`.
+            noop: one float32 element; exactly 1.0 leaves every byte as it is.
+        """
+        for name, made in self.quantize_impl(x).items():
+            if noop is not None:
+                made = torch.where(noop.reshape(()) == 1.0, out[name], made)  # noqa: PLW2901
+            out[name].copy_(made)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -157,35 +168,47 @@ class Quantizer(OpaqueBase):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Rebuild the quantizer whose :meth:`state` this is; fields it lacks take their defaults."""
+        """Rebuild the quantizer whose :meth:`state` this is; absent fields take their defaults."""
         types = cls._field_types()
         if unknown := sorted(set(state) - set(types)):
             msg = (
-                f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} does "
+                f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} "
+                "does "
                 f"not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
-        kinds = ((name, types[name], value) for name, value in state.items())
-        return cls(**{n: k[v] if issubclass(k, enum.Enum) else v for n, k, v in kinds})
+        options = dict(state)
+        for name, value in state.items():
+            kind = types[name]
+            if issubclass(kind, enum.Enum):
+                if value not in kind.__members__:
+                    msg = (
+                        f"{cls.format_name}: option {name} must be one of {', '.join(kind.__members__)}, "
+                        f"got {value!r}; install the version of the plugin that wrote it, or a newer one"
+                    )
+                    raise QuantizerError(msg)
+                options[name] = kind[value]
+        return cls(**options)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """Return source that rebuilds this value and the classes it names (torch's protocol)."""
-        classes: dict[str, type] = {type(self).__name__: type(self)}
+        own = source_name(type(self))
+        classes: dict[str, type] = {own: type(self)}
         parts = []
         for name, kind in type(self)._field_types().items():
             value = getattr(self, name)
             if isinstance(value, enum.Enum):
-                classes[kind.__name__] = kind
-                parts.append(f"{name}={kind.__name__}.{value.name}")
+                classes[source_name(kind)] = kind
+                parts.append(f"{name}={source_name(kind)}.{value.name}")
             elif isinstance(value, float) and not math.isfinite(value):
                 parts.append(f"{name}=float('{value}')")
             else:
                 parts.append(f"{name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})", classes
+        return f"{own}({', '.join(parts)})", classes
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches; the default would look at the class only."""
-        return f"{type(self).__module__}:{self.__fx_repr__()[0]}"
+        return self.__fx_repr__()[0]
 
     # -- what the base gives ----------------------------------------------------------------------
 
@@ -274,8 +297,10 @@ class Quantizer(OpaqueBase):
         found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
         if plain.shape != out.shape or wanted != found:
             msg = (
-                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers {list(wanted)} "
-                f"of {self}, got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
+                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers "
+                f"{list(wanted)} "
+                f"of {self}, "
+                f"got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
                 f"quantize into a tensor made by this quantizer"
             )
             raise LayoutError(msg)
@@ -288,7 +313,7 @@ class Quantizer(OpaqueBase):
             )
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
         with torch.no_grad():
-            self.quantize_impl(plain.detach().to(out.device), held, noop)
+            self.quantize_into_impl(plain.detach().to(out.device), held, noop)
         now = self.replace(internal=out.quantizer.internal)
         if now != out.quantizer:
             out.quantizer = now
@@ -296,10 +321,16 @@ class Quantizer(OpaqueBase):
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:
             names = ", ".join(str(d)[6:] for d in INPUT_DTYPES)
-            msg = f"{self.format_name}: x must be one of {names}, got {str(x.dtype)[6:]}; cast it first"
+            msg = (
+                f"{self.format_name}: x must be one of {names}, got {str(x.dtype)[6:]}; "
+                "cast it first"
+            )
             raise DtypeError(msg)
         if not (self.rowwise or self.columnwise):
-            msg = f"{self.format_name}: neither rowwise nor columnwise is on; turn one on with with_usage()"
+            msg = (
+                f"{self.format_name}: neither rowwise nor columnwise is on; "
+                "turn one on with with_usage()"
+            )
             raise UsageError(msg)
         self.check_shape(x.shape)
 
@@ -314,8 +345,10 @@ def _define(cls: type[Quantizer]) -> None:
             isinstance(kind, type) and issubclass(kind, enum.Enum)
         ):
             msg = (
-                f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, str "
-                f"or an Enum, so that quantizers are values; pass anything else as an argument of the call"
+                f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, "
+                "str "
+                "or an Enum, so that quantizers are values; "
+                "pass anything else as an argument of the call"
             )
             raise TypeError(msg)
     cls._types = types  # type: ignore[attr-defined]  # read back by _field_types

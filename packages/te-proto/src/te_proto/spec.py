@@ -20,9 +20,11 @@ class FormatSpec:
         distribution: what to ``pip install``.
         protocol: the :data:`PROTOCOL` the plugin was written for.
         summary: one line for listings.
-        elements: element formats of the codes, such as ``("e4m3", "e5m2")``; the first is the default.
+        elements: element formats of the codes, such as ``("e4m3", "e5m2")``; the first is the
+            default.
         scale: format of a scale, such as ``"e8m0"`` or ``"float32"``.
-        block: ``(rows, columns)`` that share a scale in the rowwise plane; 0 stands for the whole axis.
+        block: ``(rows, columns)`` that share a scale in the rowwise plane; 0 stands for the whole
+            axis.
         quantizer: import string of the quantizer class.
         tensor: import string of the ``torch.Tensor`` subclass.
         storage: import string of the bare storage class.

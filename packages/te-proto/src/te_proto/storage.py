@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -72,8 +73,8 @@ class QuantizedStorage:
         shape: logical shape, known whatever planes are held.
         dtype: nominal dtype of the logical tensor.
         device: device of the inner tensors.
-        is_view_copy: torch takes the tensor for a view of another, but its buffers are copies: a slice
-            pads its scales anew. It refuses to be written, which would not reach the other.
+        is_view_copy: torch takes the tensor for a view of another, but its buffers are copies: a
+            slice pads its scales anew. It refuses to be written, which would not reach the other.
     """
 
     inner_names: ClassVar[tuple[str, ...]] = ()
@@ -102,7 +103,8 @@ class QuantizedStorage:
             )
         cls.inner_names = tuple(names)
         register_class(cls)
-        cls.class_key = class_id(cls)
+        # dynamo takes an attribute's name only without dots
+        cls.class_key = "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in class_id(cls))
         setattr(_Sourced, cls.class_key, cls)
 
     def __init__(
@@ -173,7 +175,10 @@ class QuantizedStorage:
             UsageError: a plane is asked for that is not held and cannot be derived.
         """
         if isinstance(self, Tensor) and torch.compiler.is_compiling():
-            msg = f"{self.quantizer.format_name}: a compiled graph cannot see a plane dropped in place; use with_usage()"
+            msg = (
+                f"{self.quantizer.format_name}: a compiled graph cannot see a plane dropped in "
+                "place; use with_usage()"
+            )
             raise UsageError(msg)
         quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         self._set(self._planes(quantizer), quantizer)
@@ -187,10 +192,12 @@ class QuantizedStorage:
         return {name: held[name] for name in wanted}
 
     def derive_inner(self, quantizer: Quantizer, missing: list[str]) -> dict[str, Tensor]:
-        """Compute the ``missing`` buffers of ``quantizer`` from those held; a format may override."""
+        """Compute buffers of ``quantizer`` that are ``missing``; a format may override."""
         msg = (
-            f"{quantizer.format_name}: the tensor does not hold {', '.join(missing)} and they cannot be derived from "
-            f"{', '.join(self.inner_tensors()) or 'nothing'}; quantize the high-precision tensor with that usage"
+            f"{quantizer.format_name}: the tensor does not hold {', '.join(missing)} and they "
+            "cannot be derived from "
+            f"{', '.join(self.inner_tensors()) or 'nothing'}; "
+            "quantize the high-precision tensor with that usage"
         )
         raise UsageError(msg)
 
@@ -198,8 +205,10 @@ class QuantizedStorage:
         """Raise :class:`UsageError` if a write would not reach the tensor this was taken from."""
         if self.is_view_copy:
             msg = (
-                f"{self.quantizer.format_name}: the tensor of shape {tuple(self.shape)} is a slice or transpose whose buffers "
-                f"are copies, so a write would not reach the whole; write into the whole, or into a .clone()"
+                f"{self.quantizer.format_name}: the tensor of shape {tuple(self.shape)} is a slice "
+                "or transpose whose buffers "
+                "are copies, so a write would not reach the whole; write into the whole, "
+                "or into a .clone()"
             )
             raise UsageError(msg)
 
@@ -216,7 +225,8 @@ class QuantizedStorage:
             ShapeError: a block would be cut.
         """
         msg = (
-            f"{self.quantizer.format_name}: a slice of axis {dim} does not keep the quantized form; "
+            f"{self.quantizer.format_name}: a slice of axis {dim} does not keep the quantized "
+            "form; "
             f"call .dequantize() first"
         )
         raise ShapeError(msg)
@@ -240,21 +250,26 @@ class QuantizedStorage:
         """
         inner = self.inner_tensors()
         if not inner:
-            msg = f"{self.quantizer.format_name}: the tensor holds no plane, so there is nothing to dequantize"
+            msg = (
+                f"{self.quantizer.format_name}: the tensor holds no plane, "
+                "so there is nothing to dequantize"
+            )
             raise UsageError(msg)
         return self.quantizer.dequantize_impl(inner, self.shape, dtype or self.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes held by the inner tensors."""
-        return sum(t.numel() * t.itemsize for t in self.inner_tensors().values())  # .nbytes refuses SymInts
+        # their own .nbytes refuses SymInts
+        return sum(t.numel() * t.itemsize for t in self.inner_tensors().values())
 
     def to(
         self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False
     ) -> Self:
         """Return the storage with every inner tensor on ``device``."""
         moved = {
-            n: t.to(device, non_blocking=non_blocking, copy=copy) for n, t in self.inner_tensors().items()
+            n: t.to(device, non_blocking=non_blocking, copy=copy)
+            for n, t in self.inner_tensors().items()
         }
         return self.like(moved)
 
@@ -295,6 +310,11 @@ def class_id(cls: type[Any]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def source_name(cls: type[Any]) -> str:
+    """Return a Python identifier for ``cls``; classes of one name from two modules get two."""
+    return re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
+
+
 def register_class(cls: type[Any]) -> None:
     """Make ``cls`` known by its id.
 
@@ -328,7 +348,10 @@ def find_class(key: str) -> Any:
                 if key in (spec.tensor, spec.storage, spec.quantizer):
                     return registry.resolve(key)
         distribution = key.split(":")[0].split(".")[0].replace("_", "-")
-        msg = f"no installed format provides the class {key!r}; install it with: pip install {distribution}"
+        msg = (
+            f"no installed format provides the class {key!r}; "
+            f"install it with: pip install {distribution}"
+        )
         raise UnknownFormatError(msg)
     return _CLASSES[key]
 
@@ -338,13 +361,17 @@ def check_layout(inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Seque
     described = quantizer.describe_buffers(shape)
     if list(inner) != list(described):
         msg = (
-            f"{quantizer.format_name}: a tensor of shape {tuple(shape)} needs the inner tensors {list(described)} "
+            f"{quantizer.format_name}: a tensor of shape {tuple(shape)} needs the inner tensors "
+            f"{list(described)} "
             f"in this order, got {list(inner)}"
         )
         raise LayoutError(msg)
     devices = {t.device for t in inner.values()}
     if len(devices) > 1:
-        msg = f"{quantizer.format_name}: inner tensors must share one device, got {sorted(map(str, devices))}"
+        msg = (
+            f"{quantizer.format_name}: inner tensors must share one device, "
+            f"got {sorted(map(str, devices))}"
+        )
         raise LayoutError(msg)
     for name, spec in described.items():
         tensor = inner[name]
@@ -354,7 +381,8 @@ def check_layout(inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Seque
             or not tensor.is_contiguous()
         ):
             msg = (
-                f"{quantizer.format_name}: {name} of a tensor of shape {tuple(shape)} must be a contiguous {spec.dtype} "
+                f"{quantizer.format_name}: {name} of a tensor of shape {tuple(shape)} must be a "
+                f"contiguous {spec.dtype} "
                 f"of shape {tuple(spec.shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)} "
                 f"and strides {tensor.stride()}"
             )

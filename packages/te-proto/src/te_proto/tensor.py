@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from te_proto._ops import handlers
 from te_proto.errors import FallbackError, ShapeError
-from te_proto.storage import QuantizedStorage, check_layout
+from te_proto.storage import QuantizedStorage, check_layout, class_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +43,9 @@ class fallback:  # noqa: N801  # reads as a verb: te_proto.fallback("error")
     """Set what happens when an op has no quantized form; as a context manager, restore it on exit.
 
     Args:
-        policy: ``"error"`` raises :class:`FallbackError`, ``"warn"`` (the start) warns once per op and
-            format, ``"allow"`` is silent. In a compiled graph the policy of its compilation holds.
+        policy: ``"error"`` raises :class:`FallbackError`, ``"warn"`` (the start) warns once per op
+            and format, ``"allow"`` is silent. In a compiled graph the policy of its compilation
+            holds.
     """
 
     _policy: Policy = "warn"
@@ -187,7 +188,8 @@ class QuantizedTensor(QuantizedStorage, Tensor):
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape:
             msg = (
-                f"{self.quantizer.format_name}: data must be set to a tensor of shape {tuple(self.shape)}, "
+                f"{self.quantizer.format_name}: data must be set to a tensor of shape "
+                f"{tuple(self.shape)}, "
                 f"got {tuple(value.shape)}"
             )
             raise ShapeError(msg)
@@ -217,9 +219,13 @@ class QuantizedTensor(QuantizedStorage, Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches: the layout and its sizes, never the values."""
-        inner = [(n, t.dtype, str(t.device), str(tuple(t.shape))) for n, t in self.inner_tensors().items()]
+        inner = [
+            (n, t.dtype, str(t.device), str(tuple(t.shape)))
+            for n, t in self.inner_tensors().items()
+        ]
         outer = (str(tuple(self.shape)), self.dtype, self.requires_grad)
-        return f"{type(self).__module__}:{type(self).__qualname__}:{self.quantizer._stable_hash_for_caching()}:{outer}:{inner}"
+        layout = self.quantizer._stable_hash_for_caching()
+        return f"{class_id(type(self))}:{layout}:{outer}:{inner}"
 
 
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -282,8 +288,10 @@ def _announce(func: Any, q: QuantizedTensor) -> None:
         return
     name = q.quantizer.format_name
     msg = (
-        f"{name}: {func} has no quantized form and dequantizes its {type(q).__name__}: {q.nbytes} bytes become "
-        f"{q.numel() * q.dtype.itemsize} of {str(q.dtype)[6:]}; call .dequantize() first, or te_proto.fallback('allow')"
+        f"{name}: {func} has no quantized form and dequantizes its {type(q).__name__}: {q.nbytes} "
+        "bytes become "
+        f"{q.numel() * q.dtype.itemsize} of {str(q.dtype)[6:]}; call .dequantize() first, "
+        "or te_proto.fallback('allow')"
     )
     if fallback._policy == "error":
         raise FallbackError(msg)

@@ -7,19 +7,25 @@ Reads     codes    [M, K] uint8, any strides (in elements);
 Writes    out      [M, K] float32, bfloat16 or float16, contiguous.
 Grid      one axis, (cdiv(M, BM) * cdiv(K, BK),), K fastest; the ragged edge is masked.
 Numerics  one float32 product an element, exact above 2**-149, and one rounding to the type of out.
-Checked   tests/test_kernels_dequantize.py, on CPU by the exact interpreter; tests/test_kernels_aot.py.
+          HARDWARE takes the conversions of sm_89 and later; only the payload of a NaN may differ.
+Checked   tests/test_kernels_dequantize.py, on CPU by the exact interpreter;
+          tests/test_kernels_aot.py.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from te_mxfp8.kernels._launch import check_contiguous, current
+from te_mxfp8.kernels._launch import check_contiguous, current, has_float8_conversion
 from te_mxfp8.kernels._scales import columnwise_scale_offset, rowwise_scale_offset
 from te_mxfp8.layout import matrix_shape
 from te_proto.numerics.device import decode, decode_e8m0
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TILE = (32, 128)
 """Rows and columns of one program."""
@@ -37,6 +43,7 @@ def dequantize_kernel(
     DTYPE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -48,7 +55,7 @@ def dequantize_kernel(
     col = first_col + tl.arange(0, BK)
     live = (row < M)[:, None] & (col < K)[None, :]
     offset = row[:, None] * stride_m + col[None, :] * stride_k
-    values = decode(tl.load(codes_ptr + offset, mask=live, other=0), DTYPE)
+    values = decode(tl.load(codes_ptr + offset, mask=live, other=0), DTYPE, HARDWARE)
 
     if COLUMNWISE:
         block = first_row // 32 + tl.arange(0, BM // 32)
@@ -79,17 +86,20 @@ def launch_dequantize(
     columnwise: bool,
     swizzled: bool,
     tile: tuple[int, int] = TILE,
+    hardware: bool | None = None,
 ) -> None:
     """Write the values of one plane into ``out``, whose dtype says how they are rounded.
 
     Args:
-        data: uint8 codes ``[..., K]``, copied only if their strides do not make a matrix ``[M, K]``.
+        data: uint8 codes ``[..., K]``, copied only if their strides do not make a matrix
+            ``[M, K]``.
         scale_inv: the plane's scale buffer.
         out: float32, bfloat16 or float16 of the shape of ``data``, contiguous.
         dtype: ``"e4m3"`` or ``"e5m2"``.
         columnwise: which plane the buffers are.
         swizzled: whether ``scale_inv`` is in the order of the GEMM.
         tile: rows and columns of one program, powers of two from 32.
+        hardware: use the float8 conversions of the device; by default where it has them.
 
     Raises:
         LayoutError: ``out`` is not contiguous.
@@ -112,6 +122,7 @@ def launch_dequantize(
             DTYPE=dtype,
             COLUMNWISE=columnwise,
             SWIZZLED=swizzled,
+            HARDWARE=has_float8_conversion(data.device) if hardware is None else hardware,
             BM=tile_m,
             BK=tile_k,
             num_warps=4,

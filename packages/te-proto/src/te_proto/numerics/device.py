@@ -123,7 +123,7 @@ def encode_e5m2(x, HARDWARE: tl.constexpr = False):
 @triton.jit
 def encode(x, NAME: tl.constexpr, HARDWARE: tl.constexpr = False):
     """Codes of the eight-bit format NAME, "e4m3" or "e5m2"."""
-    tl.static_assert(NAME == "e4m3" or NAME == "e5m2", "NAME must be 'e4m3' or 'e5m2'")  # noqa: PLR1714
+    tl.static_assert(NAME == "e4m3" or NAME == "e5m2", "NAME must be 'e4m3' or 'e5m2'")
     if NAME == "e4m3":
         return encode_e4m3(x, HARDWARE)
     else:  # noqa: RET505
@@ -149,7 +149,7 @@ def decode_e5m2(codes, HARDWARE: tl.constexpr = False):
 @triton.jit
 def decode(codes, NAME: tl.constexpr, HARDWARE: tl.constexpr = False):
     """Values of codes of the eight-bit format NAME, "e4m3" or "e5m2"."""
-    tl.static_assert(NAME == "e4m3" or NAME == "e5m2", "NAME must be 'e4m3' or 'e5m2'")  # noqa: PLR1714
+    tl.static_assert(NAME == "e4m3" or NAME == "e5m2", "NAME must be 'e4m3' or 'e5m2'")
     if NAME == "e4m3":
         return decode_e4m3(codes, HARDWARE)
     else:  # noqa: RET505
@@ -207,7 +207,7 @@ def encode_pack_e2m1(even, odd, HARDWARE: tl.constexpr = False):
 
 @triton.jit
 def _encode_e8m0_hardware(x):
-    # The second operand fills the low half. No statement says what it does with a sign: take it off.
+    # The second operand fills the low half. Nothing says what becomes of a sign: take it off.
     pair = tl.inline_asm_elementwise(
         "cvt.rp.satfinite.ue8m0x2.f32 $0, 0.0, $1;",
         "=h,r",
@@ -235,7 +235,7 @@ def encode_e8m0(x, HARDWARE: tl.constexpr = False):
 @triton.jit
 def e8m0_from_amax(amax, NAME: tl.constexpr, HARDWARE: tl.constexpr = False):
     """Codes of ``scale_inv`` for blocks of format NAME, "e4m3" or "e5m2"; HARDWARE: sm_100."""
-    tl.static_assert(NAME == "e4m3" or NAME == "e5m2", "NAME must be 'e4m3' or 'e5m2'")  # noqa: PLR1714
+    tl.static_assert(NAME == "e4m3" or NAME == "e5m2", "NAME must be 'e4m3' or 'e5m2'")
     MAX_EXPONENT: tl.constexpr = 8 if NAME == "e4m3" else 15
     amax = amax.to(tl.float32)
     if HARDWARE:

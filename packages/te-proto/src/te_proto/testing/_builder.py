@@ -248,9 +248,9 @@ class ExactBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
         starts = np.array([0, *(r.start for r in self.regions)], np.uint64)
         # region 0 is empty: a pointer made from no argument is outside
         stops = np.array([0, *(r.stop for r in self.regions)], np.uint64)
-        known = np.minimum(tags, np.uint64(len(self.regions))).astype(np.int64)
+        known = np.where(tags <= len(self.regions), tags, 0).astype(np.int64)
         inside = (address >= starts[known]) & (address + np.uint64(size) <= stops[known])
-        outside = live & ~(inside & (tags <= len(self.regions)))
+        outside = live & ~inside
         if outside.any():
             self._report(known[outside], address[outside], size, int(live.sum()), what)
         return Handle(address, ptrs.dtype), mask
@@ -286,26 +286,15 @@ class ExactBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
         return super().create_atomic_cas(ptr, cmp, val, *rest)
 
 
-def _as_bf16(value: Any) -> Any:
-    kind = value.type.with_element_ty(tl.bfloat16) if value.type.is_block() else tl.bfloat16
-    return tl.tensor(from_float(value.handle.data, tl.bfloat16), kind)
-
-
 class ExactReduce(stock.ReduceOps):  # type: ignore[misc]
-    """Reductions of bf16 in float32 with one rounding; stock reduces the bit patterns."""
+    """``tl.sum`` of bf16 in float32 with one rounding; stock adds the bit patterns.
 
-    def _widened(self, name: str, value: Any, *args: Any, **named: Any) -> Any:
-        if value.dtype != tl.bfloat16:
-            return getattr(super(), name)(value, *args, **named)
-        wide = self.to_tensor(to_float(value.handle), tl.float32)
-        out = getattr(super(), name)(wide, *args, **named)
-        outs = out if isinstance(out, tuple) else (out,)
-        narrow = tuple(_as_bf16(o) if o.dtype == tl.float32 else o for o in outs)
-        return narrow if isinstance(out, tuple) else narrow[0]
-
-    def min_max(self, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        value = input[0] if isinstance(input, tuple) else input
-        return self._widened("min_max", value, val_reduce_op, idx_reduce_op)
+    ``tl.max`` and ``tl.min`` widen bf16 themselves, before they come here.
+    """
 
     def sum(self, input: Any) -> Any:
-        return self._widened("sum", input)
+        if input.dtype != tl.bfloat16:
+            return super().sum(input)
+        total = super().sum(self.to_tensor(to_float(input.handle), tl.float32))
+        kind = total.type.with_element_ty(tl.bfloat16) if total.type.is_block() else tl.bfloat16
+        return tl.tensor(from_float(total.handle.data, tl.bfloat16), kind)

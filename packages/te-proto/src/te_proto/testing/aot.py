@@ -96,30 +96,20 @@ def aot_report(
         target: ``"sm_80"`` to ``"sm_121"``.
         align16: integer parameters that are multiples of 16.
         num_warps: warps a block.
-        options: further launch options, such as ``{"enable_fp_fusion": False}``.
+        options: further launch options, such as ``{"enable_fp_fusion": False}``; it is on by
+            default.
 
     Raises:
         TeError: a parameter has neither type nor value, the target is not NVIDIA's, or
             ``TRITON_INTERPRET`` took the kernel away from the compiler.
     """
     _check(kernel, signature, constexprs, target, align16)
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = list(kernel.arg_names)
-    aligned = [n for n in names if signature.get(n, "").startswith("*") or n in align16]
-    source = ASTSource(
-        fn=kernel,
-        signature={n: signature.get(n, "constexpr") for n in names},
-        constexprs={(names.index(n),): value for n, value in constexprs.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
     arch = int(target.removeprefix("sm_"))
-    chosen = {"num_warps": num_warps, **(options or {})}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
+    # said out loud: triton 3.9 warns that its default will change
+    chosen = {"num_warps": num_warps, "enable_fp_fusion": True, **(options or {})}
+    compiled = _compile(kernel, signature, constexprs, arch, align16, chosen)
     ptx = compiled.asm["ptx"]
-    log = _ptxas(ptx, arch, fusion=bool(chosen.get("enable_fp_fusion", True)))
+    log = _ptxas(ptx, arch, fusion=bool(chosen["enable_fp_fusion"]))
     return AotReport(
         kernel=compiled.metadata.name,
         target=_ptx_target(ptx),
@@ -133,6 +123,29 @@ def aot_report(
         cvt=tuple(sorted(set(re.findall(r"\bcvt\.\S*(?:e4m3|e5m2|e2m1|e8m0)\S*", ptx)))),
         ptx=ptx,
     )
+
+
+def _compile(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    arch: int,
+    align16: Collection[str],
+    options: Mapping[str, Any],
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(kernel.arg_names)
+    aligned = [n for n in names if signature.get(n, "").startswith("*") or n in align16]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: signature.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): value for n, value in constexprs.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
 
 
 def _check(

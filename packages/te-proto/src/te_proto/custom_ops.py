@@ -2,8 +2,9 @@
 """torch.library ops over quantized tensors, described once.
 
 torch sees an op on flat lists, ``(Tensor[] tensors, SymInt[] sizes, Call call) -> Tensor[]``, or
-``(..., Tensor(a!)[] mutated) -> ()`` if it writes into arguments: sizes travel where symbolic ones are legal, and :class:`Call` is a value without sizes that
-says what the lists mean. The fake allocates what ``outputs`` describes; there is no hand-written twin.
+``(..., Tensor(a!)[] mutated) -> ()`` if it writes into arguments: sizes travel where symbolic ones
+are legal, and :class:`Call` is a value without sizes that says what the lists mean. The fake
+allocates what ``outputs`` describes; there is no hand-written twin.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch._opaque_base import OpaqueBase
 
 from te_proto._compat import register_value_type
 from te_proto.errors import LayoutError, UsageError
-from te_proto.proto import TensorProto, to_tensor_proto
+from te_proto.proto import to_tensor_proto
 from te_proto.quantizer import Quantizer
-from te_proto.storage import FlattenContext, QuantizedStorage
+from te_proto.storage import FlattenContext, QuantizedStorage, source_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ _CONSTANTS = (bool, float, str, type(None))
 
 @dataclass(frozen=True)
 class Call(OpaqueBase):
-    """What the flat lists of one call mean: an entry for each argument, primitives and classes only."""
+    """What the flat lists of a call mean: an entry an argument, primitives and classes only."""
 
     entries: tuple[tuple[Any, ...], ...]
 
@@ -54,8 +55,7 @@ def _source(value: Any, classes: dict[str, type]) -> str:
     if isinstance(value, Quantizer):
         return f"{_source(type(value), classes)}.from_state({value.state()!r})"
     if isinstance(value, type):
-        # classes of one name from two modules must not be mixed up
-        alias = f"{value.__module__}.{value.__qualname__}".replace(".", "_").replace("<locals>", "")
+        alias = source_name(value)
         classes[alias] = value
         return alias
     if isinstance(value, float):
@@ -108,7 +108,10 @@ class CustomOp:
                 and value.requires_grad
                 and torch.is_grad_enabled()
             ):
-                msg = f"{self.name}: {name} is quantized and requires grad, which an op cannot pass on; detach() or dequantize() it"
+                msg = (
+                    f"{self.name}: {name} is quantized and requires grad, "
+                    "which an op cannot pass on; detach() or dequantize() it"
+                )
                 raise UsageError(msg)
             entries.append(
                 _flatten(name, value, mutated if name in self._mutates else tensors, sizes)
@@ -126,9 +129,10 @@ class CustomOp:
         """Give the op a gradient, for its plain floating-point arguments and results.
 
         Args:
-            backward: ``(ctx, *grads)``, a gradient for each result (None for a quantized one), returns
-                a gradient or None for each argument.
-            setup_context: ``(ctx, inputs, output)`` with the arguments and results as the caller sees them.
+            backward: ``(ctx, *grads)``, a gradient for each result (None for a quantized one),
+                returns a gradient or None for each argument.
+            setup_context: ``(ctx, inputs, output)`` with the arguments and results as the caller
+                sees them.
         """
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -165,7 +169,10 @@ class CustomOp:
             or any(n not in self._names for n in kwargs)
             or len(given) != len(self._names)
         ):
-            msg = f"{self.name}: takes the arguments {self._names}, got {len(args)} positional and {tuple(kwargs)}"
+            msg = (
+                f"{self.name}: takes the arguments {self._names}, "
+                f"got {len(args)} positional and {tuple(kwargs)}"
+            )
             raise TypeError(msg)
         return [given[n] for n in self._names]
 
@@ -180,7 +187,9 @@ class CustomOp:
             check_results(self.name, self._outputs(*[_proto(v) for v in values]), result, tensors)
         flat: list[Tensor] = []
         for value in _each(result):
-            flat.extend(value.inner_tensors().values() if isinstance(value, QuantizedStorage) else [value])
+            flat.extend(
+                value.inner_tensors().values() if isinstance(value, QuantizedStorage) else [value]
+            )
         return flat
 
     def _fake(
@@ -236,21 +245,23 @@ def custom_op(
         @te_proto.custom_op("mylib::scale", outputs=lambda q, factor: q)
         def scale(q, factor): ...
 
-    Arguments may be plain tensors, quantized tensors, bare storages, quantizers, None, ints (symbolic
-    ones too), sequences of ints, bool, float, str, ``torch.dtype`` and ``torch.device``. The function
-    must return new tensors.
+    Arguments may be plain tensors, quantized tensors, bare storages, quantizers, None, ints
+    (symbolic ones too), sequences of ints, bool, float, str, ``torch.dtype`` and ``torch.device``.
+    The function must return new tensors.
 
     Args:
         name: ``"namespace::op"``.
-        outputs: maps the arguments, tensors replaced by their :class:`TensorProto`, to the prototype
-            of the result or a tuple of them. It is the only description: the fake is derived from it,
-            and with ``TE_PROTO_CHECK=1`` each real result is checked.
+        outputs: maps the arguments, tensors replaced by their :class:`TensorProto`, to the
+            prototype of the result or a tuple of them. It is the only description: the fake is
+            derived from it, and with ``TE_PROTO_CHECK=1`` each real result is checked.
         mutates: names of the arguments whose tensors the function writes into; such an op has no
             result and no ``outputs``.
     """
-
     if (outputs is None) == (not mutates):
-        msg = f"{name}: an op either has outputs, a function of prototypes, or names the arguments it mutates"
+        msg = (
+            f"{name}: an op either has outputs, a function of prototypes, "
+            "or names the arguments it mutates"
+        )
         raise TypeError(msg)
 
     def wrap(fn: Callable[..., Any]) -> CustomOp:
@@ -261,7 +272,8 @@ def custom_op(
 
 def _flatten(name: str, value: Any, tensors: list[Tensor], sizes: list[int]) -> tuple[Any, ...]:
     if isinstance(value, QuantizedStorage):
-        inner = QuantizedStorage.inner_tensors(value)  # a method of a traced tensor would be an opaque call
+        # a method of a traced tensor would be an opaque call
+        inner = QuantizedStorage.inner_tensors(value)
         tensors.extend(inner.values())
         sizes.extend(value.shape)
         return (
@@ -290,7 +302,8 @@ def _flatten(name: str, value: Any, tensors: list[Tensor], sizes: list[int]) -> 
         sizes.extend(value)
         return ("ints", len(value))
     msg = (
-        f"argument {name} is a {type(value).__name__}; an op takes tensors, quantizers, None, numbers, strings, "
+        f"argument {name} is a {type(value).__name__}; an op takes tensors, quantizers, None, "
+        "numbers, strings, "
         f"dtypes, devices and sequences of ints"
     )
     raise TypeError(msg)
@@ -318,7 +331,9 @@ def _assemble(protos: Any, flat: Sequence[Tensor]) -> Any:
 
 
 def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor] = ()) -> None:
-    """Raise unless ``results`` are what ``protos`` say: class, buffers, order, shape, stride, dtype, device.
+    """Raise unless ``results`` are what ``protos`` say.
+
+    Class, buffers, their order, shape, stride, dtype and device are compared.
 
     Raises:
         LayoutError: naming the result and the property that differs.
@@ -332,7 +347,10 @@ def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor]
         real = to_tensor_proto(result)
         for what in ("shape", "dtype", "quantizer", "device"):
             if getattr(proto, what) != getattr(real, what):
-                msg = f"{name}: {what} of result {i} is described as {getattr(proto, what)}, got {getattr(real, what)}"
+                msg = (
+                    f"{name}: {what} of result {i} is described as {getattr(proto, what)}, "
+                    f"got {getattr(real, what)}"
+                )
                 raise LayoutError(msg)
         inner = result.inner_tensors() if isinstance(result, QuantizedStorage) else {"data": result}
         for buffer, (key, spec) in zip(inner.items(), proto.inner_specs().items(), strict=True):

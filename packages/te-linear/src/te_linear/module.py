@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import te_proto
 import torch
-from te_proto.proto import TensorProto, to_tensor_proto
-from te_proto.storage import prepare_for_saving, restore_from_saved
 from torch import Tensor, nn
 
+import te_proto
 from te_linear.execute import execute_backward, execute_forward
 from te_linear.plan import LinearConfig, LinearPlan, plan_linear
+from te_proto.proto import TensorProto, to_tensor_proto
+from te_proto.storage import prepare_for_saving, restore_from_saved
 
 if TYPE_CHECKING:
     from te_proto.quantizer import Recipe
@@ -95,7 +95,7 @@ class Linear(nn.Linear):
         self.recipe = te_proto.get_recipe(recipe) if isinstance(recipe, str) else recipe
         self.config = LinearConfig.from_recipe(self.recipe)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's name
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
         """Return the layer's output for ``input``, ``[..., K]``."""
         return linear(input, self.weight, self.bias, config=self.config)
 

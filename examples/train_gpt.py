@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small GPT in bf16 and in every installed format, and compare them.
+
+    pip install te-proto te-linear te-mxfp8 matplotlib tqdm
+    python examples/train_gpt.py
+
+The model is the same for all: same weights at the start, same batches, only the linear layers of
+its blocks differ. A format takes part by being installed; this program knows none by name.
+
+Prints a table: losses, the bytes that prototypes predict beside those that a run holds, and what
+torch.compile did. Draws the loss curves. Exit status: 0; 1 if a prediction was wrong; 2 if an
+argument or an installation is at fault, in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# torch and all that needs it are imported once the arguments are known to be right
+
+NEEDED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "matplotlib": "matplotlib",
+    "tqdm": "tqdm",
+    "te_proto": "te-proto",
+    "te_linear": "te-linear",
+}
+"""Import name of what this program needs -> what to ``pip install``."""
+
+SIZES = {"steps": 500, "layers": 3, "width": 128, "context": 128, "batch": 16}
+QUICK = {"steps": 6, "layers": 1, "width": 128, "context": 64, "batch": 2}
+
+
+class Fault(Exception):
+    """What the user has to put right; its text is the line that is printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments, checked one by one.
+
+    Attributes:
+        formats: names asked for, or None for all that are installed.
+        text: path of the training text, or None for Python's own help topics.
+        out: path of the picture.
+        steps: optimizer steps.
+        layers: blocks of the model.
+        width: channels of the residual stream.
+        context: bytes in a sequence.
+        batch: sequences in a batch.
+        lr: peak of the learning rate.
+        seed: of weights and batches.
+        threads: CPU threads, or None for torch's choice.
+    """
+
+    formats: list[str] | None
+    text: Path | None
+    out: Path
+    steps: int
+    layers: int
+    width: int
+    context: int
+    batch: int
+    lr: float
+    seed: int
+    threads: int | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Fault(message)
+
+
+def _at_least(low: int) -> type[int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            msg = f"must be a whole number >= {low}, got {text!r}"
+            raise argparse.ArgumentTypeError(msg)
+        return value
+
+    return parse  # type: ignore[return-value]  # argparse takes any callable
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        msg = f"must be a number > 0, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return value
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Return the options that ``arguments`` stand for.
+
+    Raises:
+        Fault: an argument is not one this program has, or not a value it takes.
+    """
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = _Parser(
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--formats", help="formats to train in, such as a,b; default: all installed"
+    )
+    parser.add_argument("--text", type=Path, help="file to train on; default: Python's help topics")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-loss.png"), help="default: %(default)s"
+    )
+    for name, meaning in (
+        ("steps", "optimizer steps"),
+        ("layers", "blocks of the model"),
+        ("width", "channels, a multiple of the head's 32"),
+        ("context", "bytes in a sequence"),
+        ("batch", "sequences in a batch"),
+    ):
+        sizes = f"default: {SIZES[name]}, with --quick {QUICK[name]}"
+        parser.add_argument(f"--{name}", type=_at_least(1), metavar="N", help=f"{meaning}; {sizes}")
+    parser.add_argument(
+        "--lr", type=_rate, default=4e-3, help="peak learning rate; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads")
+    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
+    given = vars(parser.parse_args(arguments))
+    sizes = QUICK if given.pop("quick") else SIZES
+    given.update({name: size for name, size in sizes.items() if given[name] is None})
+    if given["formats"] is not None:
+        given["formats"] = [name.strip() for name in given["formats"].split(",") if name.strip()]
+    return Options(**given)
+
+
+def read_text(path: Path | None) -> bytes:
+    """Return the training text: a file's bytes, or all help topics of the Python that runs.
+
+    Raises:
+        Fault: the file cannot be read.
+    """
+    if path is None:
+        from pydoc_data.topics import topics  # large, and not needed for another text
+
+        return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        msg = f"argument --text: cannot read {str(path)!r}, {error.strerror}"
+        raise Fault(msg) from error
+
+
+def check(options: Options, text: bytes) -> None:
+    """Refuse what would only fail after minutes of training.
+
+    Raises:
+        Fault: arguments do not fit together or to this machine.
+    """
+    if options.width % 32:
+        near = -(-options.width // 32) * 32
+        msg = f"argument --width: must be a multiple of the head's 32, got {options.width}; use {near}"
+        raise Fault(msg)
+    if len(text) < options.context + 2:
+        msg = (
+            f"argument --text: must hold at least context + 2 = {options.context + 2} bytes, "
+            f"got {len(text)}; use a longer text or a smaller --context"
+        )
+        raise Fault(msg)
+    if options.out.is_dir() or not options.out.parent.is_dir():
+        msg = f"argument --out: must be a file in a folder that exists, got {str(options.out)!r}"
+        raise Fault(msg)
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        install = " ".join(NEEDED[name] for name in missing)
+        msg = f"cannot import {', '.join(missing)}; pip install {install}"
+        raise Fault(msg)
+
+
+def choose_formats(wanted: list[str] | None) -> list[str]:
+    """Return the formats to train in.
+
+    Raises:
+        Fault: one is not installed, or none is.
+    """
+    import te_proto
+
+    installed = te_proto.available_formats()
+    if not installed:
+        msg = "no format is installed; pip install one, such as te-mxfp8"
+        raise Fault(msg)
+    if wanted is None:
+        return list(installed)
+    if not wanted:
+        msg = f"argument --formats: must name a format, installed are {', '.join(installed)}"
+        raise Fault(msg)
+    if unknown := [name for name in wanted if name not in installed]:
+        install = " ".join(f"te-{name.replace('_', '-')}" for name in unknown)
+        msg = (
+            f"argument --formats: {', '.join(unknown)} not installed, installed are "
+            f"{', '.join(installed)}; pip install {install}"
+        )
+        raise Fault(msg)
+    return list(dict.fromkeys(wanted))
+
+
+def run(options: Options, text: bytes, formats: list[str]) -> int:
+    """Train and report; return the exit status.
+
+    Raises:
+        Fault: a format cannot be loaded or cannot hold this model.
+    """
+    import functools
+
+    import te_linear
+    import torch
+    from gpt_bytes import measured_bytes, planned_bytes
+    from gpt_model import GPT, Bf16Linear
+    from gpt_report import BASELINE, Result, disagreements, draw, table
+    from gpt_training import Batches, train
+    from te_proto.errors import TeError
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    shape = {"batch": options.batch, "context": options.context}
+    batches = Batches(text=text, steps=options.steps, seed=options.seed, **shape)
+    factories = {BASELINE: Bf16Linear}
+    factories |= {n: functools.partial(te_linear.Linear, recipe=n) for n in formats}
+    models, planned = {}, {}
+    # all of them before the first is trained: a shape one cannot hold is found in seconds
+    for name, factory in factories.items():
+        try:
+            model = GPT(
+                layers=options.layers, width=options.width, context=options.context, linear=factory
+            )
+            model.initialize(options.seed)
+            models[name] = model
+            planned[name] = planned_bytes(model, **shape)
+        except TeError as error:
+            raise Fault(str(error)) from error
+
+    parameters = sum(p.numel() for p in models[BASELINE].parameters())
+    title = (
+        f"GPT of {options.layers} layers, width {options.width}, {parameters:,} parameters; "
+        f"{options.steps} steps of {options.batch} x {options.context} bytes"
+    )
+    print(f"{title} out of {len(text):,}", f"Formats: {', '.join(models)}", sep="\n", flush=True)
+    results = []
+    for name, model in models.items():
+        measured = measured_bytes(model, *next(iter(batches)))
+        training = train(name, model, batches, lr=options.lr)
+        results.append(
+            Result(name=name, planned=planned[name], measured=measured, training=training)
+        )
+    draw(results, title, options.out)
+    print("", table(results), "", f"Loss curves: {options.out}", sep="\n", flush=True)
+    for sentence in (wrong := disagreements(results)):
+        print(f"train_gpt.py: WRONG PREDICTION: {sentence}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit status."""
+    try:
+        options = parse(arguments)
+        text = read_text(options.text)
+        check(options, text)
+        return run(options, text, choose_formats(options.formats))
+    except Fault as fault:
+        print(f"train_gpt.py: error: {fault}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

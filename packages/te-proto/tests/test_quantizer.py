@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import math
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from te_toy import MAX, Rounding, ToyQuantizer, ToyStorage, ToyTensor, codes_of, values
+from torch._library.opaque_object import is_opaque_value_type
+
+import te_proto.quantizer
+from te_proto import Quantizer, Recipe
+from te_proto.errors import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    QuantizerError,
+    ShapeError,
+    UsageError,
+)
+
+ODD = ToyQuantizer(rounding=Rounding.ZERO, ceiling=-math.inf, note='it\'s "odd"', block=0)
+
+
+class OptionsQuantizer(ToyQuantizer):
+    bias: float = 0.5
+
+
+class SamePlain(ToyQuantizer):
+    """The same fields as its base: only the class differs."""
+
+
+# -- what a field may be ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Tuple", tuple), ("Tensor", torch.Tensor), ("Maybe", "int | None")]
+)
+def test_field_that_is_no_plain_value_is_refused_at_class_creation(name: str, kind: Any) -> None:
+    rule = (
+        f"^{name}Quantizer.extra is a .*: a quantizer's field must be bool, int, float, str or an "
+        "Enum, so that quantizers are values; pass anything else as an argument of the call$"
+    )
+    with pytest.raises(TypeError, match=rule):
+        type(f"{name}Quantizer", (ToyQuantizer,), {"__annotations__": {"extra": kind}, "extra": ()})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": "4"}, "toy: option block must be a int, got '4'"),
+        ({"block": True}, "toy: option block must be a int, got True"),
+        ({"rowwise": 1}, "toy: option rowwise must be a bool, got 1"),
+        ({"rounding": "ZERO"}, "toy: option rounding must be a Rounding, got 'ZERO'"),
+        ({"ceiling": False}, "toy: option ceiling must be a float, got False"),
+        ({"ceiling": math.nan}, "toy: option ceiling must be a number, got nan"),
+        ({"note": None}, "toy: option note must be a str, got None"),
+    ],
+)
+def test_option_of_another_type_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(QuantizerError, match=f"^{re.escape(message)}$"):
+        ToyQuantizer(**options)
+
+
+def test_a_float_option_takes_an_int() -> None:
+    assert ToyQuantizer(ceiling=2) == ToyQuantizer(ceiling=2.0)
+
+
+def test_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocks'"):
+        ToyQuantizer(blocks=4)
+
+
+def test_options_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        ToyQuantizer(True)
+
+
+# -- a quantizer is a value ---------------------------------------------------------------------
+
+
+def test_quantizer_is_frozen() -> None:
+    q = ToyQuantizer()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.rowwise = False
+    assert q.rowwise
+
+
+def test_equality_and_hash_are_those_of_the_fields() -> None:
+    assert ToyQuantizer(block=8) == ToyQuantizer(block=8)
+    assert hash(ToyQuantizer(block=8)) == hash(ToyQuantizer(block=8))
+    others = [
+        ToyQuantizer(),
+        *(ToyQuantizer(**{name: True}) for name in ("internal", "optimize_for_gemm")),
+        *(ToyQuantizer(**{name: False}) for name in ("rowwise", "columnwise")),
+        ToyQuantizer(block=8),
+        ToyQuantizer(rounding=Rounding.ZERO),
+        ToyQuantizer(ceiling=1.0),
+        ToyQuantizer(note="x"),
+    ]
+    assert len(set(others)) == len(others)
+
+
+def test_subclass_is_not_equal_to_its_base() -> None:
+    assert SamePlain() != ToyQuantizer()
+    assert ToyQuantizer() != SamePlain()
+
+
+@pytest.mark.parametrize("q", [ToyQuantizer(), ODD, OptionsQuantizer(bias=-0.0)], ids=str)
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        pytest.param(lambda q: pickle.loads(pickle.dumps(q)), id="pickle"),
+        pytest.param(copy.copy, id="copy"),
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(lambda q: type(q).from_state(q.state()), id="state"),
+        pytest.param(lambda q: q.replace(), id="replace"),
+        pytest.param(lambda q: eval(*q.__fx_repr__()), id="fx_repr"),
+    ],
+)
+def test_duplicate_is_equal_with_equal_types(q: Quantizer, duplicate: Any) -> None:
+    other = duplicate(q)
+    assert type(other) is type(q)
+    assert other == q
+    assert hash(other) == hash(q)
+    assert str(other) == str(q)
+
+
+def test_fx_repr_names_only_classes_because_a_module_disables_the_disk_cache() -> None:
+    source, names = ODD.__fx_repr__()
+    assert all(isinstance(value, type) for value in names.values())
+    assert set(names.values()) == {ToyQuantizer, Rounding}
+    assert "ceiling=float('-inf')" in source
+    pickle.dumps(names)
+
+
+def test_state_is_plain_values_only() -> None:
+    assert ODD.state() == {
+        "rowwise": True,
+        "columnwise": True,
+        "internal": False,
+        "optimize_for_gemm": False,
+        "block": 0,
+        "rounding": "ZERO",
+        "ceiling": -math.inf,
+        "note": 'it\'s "odd"',
+    }
+
+
+def test_state_without_a_field_takes_its_default() -> None:
+    assert ToyQuantizer.from_state({"note": "old"}) == ToyQuantizer(note="old")
+
+
+def test_state_with_an_unknown_option_says_what_to_install() -> None:
+    message = (
+        "toy: the saved quantizer has options ['shift', 'zoom'] that ToyQuantizer does not have; "
+        "install the version of the plugin that wrote it, or a newer one"
+    )
+    with pytest.raises(QuantizerError, match=f"^{re.escape(message)}$"):
+        ToyQuantizer.from_state({"zoom": 1, "shift": 2, "block": 4})
+
+
+def test_state_with_an_unknown_enum_name_names_the_option_and_what_there_is() -> None:
+    message = "toy: option rounding must be one of NEAREST, ZERO, got 'UP'"
+    with pytest.raises(QuantizerError, match=f"^{re.escape(message)}"):
+        ToyQuantizer.from_state({"rounding": "UP"})
+
+
+def test_with_usage_changes_what_is_given_and_only_that() -> None:
+    q = ToyQuantizer(rowwise=True, columnwise=False, note="kept")
+    assert q.with_usage() == q
+    assert q.with_usage(columnwise=True) == ToyQuantizer(note="kept")
+    assert q.with_usage(rowwise=False) == ToyQuantizer(rowwise=False, columnwise=False, note="kept")
+    assert q == ToyQuantizer(rowwise=True, columnwise=False, note="kept")
+
+
+def test_replace_checks_the_new_value() -> None:
+    with pytest.raises(QuantizerError, match="^toy: option block must be a int, got 1.5$"):
+        ToyQuantizer().replace(block=1.5)
+
+
+def test_alignment_is_that_of_the_planes_that_are_on() -> None:
+    q = ToyQuantizer(block=8)
+    assert q.alignment == (8, 8)
+    assert q.with_usage(columnwise=False).alignment == (1, 8)
+    assert q.with_usage(rowwise=False).alignment == (8, 1)
+
+
+def test_every_quantizer_class_is_an_opaque_value_to_torch() -> None:
+    assert is_opaque_value_type(Quantizer)
+    assert is_opaque_value_type(ToyQuantizer)
+    assert is_opaque_value_type(OptionsQuantizer)
+
+
+def test_no_quantizer_has_a_static_method() -> None:
+    # calling one through an instance crashes torch's guards (pytorch#182741, pytorch#188544)
+    static = [
+        f"{base.__name__}.{name}"
+        for cls in (Quantizer, ToyQuantizer)
+        for base in cls.__mro__
+        if issubclass(base, Quantizer)
+        for name, member in vars(base).items()
+        if isinstance(member, staticmethod)
+    ]
+    assert static == []
+
+
+def test_recipe_is_a_frozen_value() -> None:
+    make = lambda name: Recipe(name=name, input=ODD, weight=ToyQuantizer(), grad_output=ODD)  # noqa: E731
+    assert make("a") == make("a") != make("b")
+    assert hash(make("a")) == hash(make("a"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make("a").weight = ODD
+
+
+# -- quantize -----------------------------------------------------------------------------------
+
+
+def test_quantize_gives_codes_and_scales_of_both_planes() -> None:
+    x = torch.tensor([[127.0, -64.0, 0.0, 1.4], [254.0, 0.0, 2.0, -4.0]])
+    q = ToyQuantizer(block=0).quantize(x)
+    assert type(q) is ToyTensor
+    assert q.rowwise_data.tolist() == [[127, -64, 0, 1], [127, 0, 1, -2]]
+    assert q.rowwise_scale_inv.tolist() == [[1.0], [2.0]]
+    assert q.columnwise_scale_inv[0, :2].tolist() == [2.0, torch.tensor(64.0 / MAX).item()]
+    assert q.columnwise_data.tolist() == [[64, -127, 0, 44], [127, 0, 127, -127]]
+    assert q.dequantize().tolist() == [[127.0, -64.0, 0.0, 1.0], [254.0, 0.0, 2.0, -4.0]]
+
+
+def test_internal_quantize_gives_the_bare_storage() -> None:
+    q = ToyQuantizer(internal=True).quantize(values(4, 8))
+    assert type(q) is ToyStorage
+    assert not isinstance(q, torch.Tensor)
+
+
+def test_quantize_of_a_quantized_tensor_dequantizes_it_first() -> None:
+    q = ToyQuantizer(note="first").quantize(values(4, 8))
+    again = ToyQuantizer(block=0).quantize(q)
+    assert codes_of(again) == codes_of(ToyQuantizer(block=0).quantize(q.dequantize()))
+
+
+@pytest.mark.parametrize("internal", [False, True])
+def test_quantizer_is_unchanged_by_use_and_shared_without_leaks(internal: bool) -> None:
+    q = ToyQuantizer(internal=internal)
+    before = q.state()
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            t = q.quantize(values(8, 8).requires_grad_())
+            t.update_usage(rowwise=False)
+            q.quantize_into(values(8, 8), q.make_empty((8, 8), device="cpu"))
+            assert t.quantizer == q.with_usage(rowwise=False)
+        assert q.state() == before
+        assert list(q.quantize(values(8, 8)).inner_tensors()) == list(ToyStorage.inner_names)
+
+
+NON_CONTIGUOUS = {
+    "transposed": lambda: values(12, 8).t(),
+    "strided": lambda: values(8, 24)[:, ::2],
+    "offset": lambda: values(9, 12)[1:],
+    "expanded": lambda: values(1, 12).expand(8, 12),
+    "stride-0": lambda: values(8, 1).expand(8, 12),
+    "permuted-3d": lambda: values(3, 4, 8).permute(1, 2, 0).reshape(8, 4, 3).permute(2, 0, 1),
+    "channels-last": lambda: values(2, 4, 4, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("make", NON_CONTIGUOUS.values(), ids=NON_CONTIGUOUS)
+def test_input_of_any_strides_gives_what_its_contiguous_copy_gives(make: Any) -> None:
+    x, q = make(), ToyQuantizer()
+    t = q.quantize(x)
+    assert codes_of(t) == codes_of(q.quantize(x.contiguous()))
+    assert t.is_contiguous()
+    into = q.make_empty(x.shape, device="cpu")
+    q.quantize_into(x, into)
+    assert codes_of(into) == codes_of(t)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0), (2, 0, 8)])
+def test_zero_size_tensor_has_the_described_buffers(shape: tuple[int, ...]) -> None:
+    q = ToyQuantizer().quantize(torch.empty(shape))
+    assert q.shape == shape
+    assert {n: tuple(t.shape) for n, t in q.inner_tensors().items()} == {
+        n: s.shape for n, s in q.quantizer.describe_buffers(shape).items()
+    }
+    assert q.dequantize().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (
+            torch.zeros(4, 8, dtype=torch.float64),
+            DtypeError,
+            "toy: x must be one of float32, bfloat16, float16, got float64; cast it first",
+        ),
+        (
+            torch.zeros(4, 8, dtype=torch.int64),
+            DtypeError,
+            "toy: x must be one of float32, bfloat16, float16, got int64; cast it first",
+        ),
+        (torch.zeros(4, 6), ShapeError, "toy: K must be a multiple of 4, got 6 in (4, 6)"),
+        (torch.zeros(6, 4), ShapeError, "toy: M must be a multiple of 4, got 6 in (6, 4)"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(x: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        ToyQuantizer().quantize(x)
+
+
+def test_a_shape_rule_binds_only_the_plane_it_concerns() -> None:
+    q = ToyQuantizer()
+    assert q.with_usage(columnwise=False).quantize(values(3, 8)).shape == (3, 8)
+    assert q.with_usage(rowwise=False).quantize(values(8, 3)).shape == (8, 3)
+
+
+def test_quantize_for_no_usage_is_refused() -> None:
+    message = "toy: neither rowwise nor columnwise is on; turn one on with with_usage()"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        ToyQuantizer(rowwise=False, columnwise=False).quantize(values(4, 8))
+
+
+@pytest.mark.parametrize("dtype", te_proto.quantizer.INPUT_DTYPES, ids=str)
+def test_nominal_dtype_is_the_inputs(dtype: torch.dtype) -> None:
+    x = values(4, 8, dtype=dtype)
+    q = ToyQuantizer().quantize(x)
+    assert q.dtype == q.dequantize().dtype == dtype
+    assert q.dequantize(torch.float32).dtype == torch.float32
+
+
+# -- quantize_into ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"rowwise": False}, {"columnwise": False}], ids=str)
+def test_quantize_into_keeps_the_memory_and_writes_what_quantize_gives(
+    internal: bool, options: dict[str, bool]
+) -> None:
+    q = ToyQuantizer(internal=internal, **options)
+    out = q.quantize(values(8, 8, seed=1))
+    pointers = {n: t.data_ptr() for n, t in out.inner_tensors().items()}
+    q.quantize_into(values(8, 8, seed=2), out)
+    assert {n: t.data_ptr() for n, t in out.inner_tensors().items()} == pointers
+    assert codes_of(out) == codes_of(q.quantize(values(8, 8, seed=2)))
+
+
+def test_quantize_into_uses_the_arithmetic_of_the_quantizer_and_hands_it_over() -> None:
+    out = ToyQuantizer().quantize(values(4, 8))
+    towards_zero = ToyQuantizer(rounding=Rounding.ZERO)
+    towards_zero.quantize_into(values(4, 8), out)
+    assert out.quantizer == towards_zero
+    assert codes_of(out) == codes_of(towards_zero.quantize(values(4, 8)))
+    towards_zero.replace(internal=True).quantize_into(values(4, 8), out)
+    assert out.quantizer == towards_zero  # a tensor stays one
+
+
+@pytest.mark.parametrize(("flag", "written"), [(1.0, False), (0.0, True), (0.5, True)])
+def test_noop_of_exactly_one_leaves_every_byte(flag: float, written: bool) -> None:
+    q = ToyQuantizer()
+    out = q.quantize(values(4, 8, seed=1))
+    before = codes_of(out)
+    q.quantize_into(values(4, 8, seed=2), out, noop=torch.tensor([flag]))
+    assert (codes_of(out) != before) is written
+
+
+def test_quantize_into_takes_a_quantized_source() -> None:
+    q, source = ToyQuantizer(), ToyQuantizer(block=0).quantize(values(4, 8))
+    out = q.make_empty((4, 8), device="cpu")
+    q.quantize_into(source, out)
+    assert codes_of(out) == codes_of(q.quantize(source.dequantize()))
+
+
+def test_quantize_into_another_layout_is_refused_and_writes_nothing() -> None:
+    out = ToyQuantizer(columnwise=False).quantize(values(4, 8))
+    before = codes_of(out)
+    for q, x in (
+        (ToyQuantizer(), values(4, 8, seed=1)),
+        (ToyQuantizer(columnwise=False, block=8), values(4, 8, seed=1)),
+        (ToyQuantizer(columnwise=False), values(8, 4, seed=1)),
+        (ToyQuantizer(columnwise=False, optimize_for_gemm=True), values(4, 8, seed=1)),
+    ):
+        with pytest.raises(
+            LayoutError, match=r"^toy: out must have the shape \(\d, \d\) and the buf"
+        ):
+            q.quantize_into(x, out)
+    assert codes_of(out) == before
+
+
+def test_quantize_into_something_else_is_refused() -> None:
+    for out in (torch.zeros(4, 8), SamePlain().make_empty((4, 8), device="cpu")):
+        with pytest.raises(LayoutError, match="^toy: out must be a tensor of this format, got T"):
+            ToyQuantizer().quantize_into(values(4, 8), out)
+
+
+def test_noop_of_another_kind_is_refused() -> None:
+    out = ToyQuantizer().make_empty((4, 8), device="cpu")
+    with pytest.raises(
+        DtypeError, match=r"^toy: noop must be one float32 element on cpu, got torch.bool"
+    ):
+        ToyQuantizer().quantize_into(values(4, 8), out, noop=torch.tensor(True))
+    for noop in (torch.zeros(2), torch.zeros(1, device="meta")):
+        with pytest.raises(DeviceError, match="^toy: noop must be one float32 element on cpu"):
+            ToyQuantizer().quantize_into(values(4, 8), out, noop=noop)
+
+
+# -- what the base gives ------------------------------------------------------------------------
+
+
+def test_alloc_tensors_are_the_described_buffers() -> None:
+    q = ToyQuantizer()
+    made = q.alloc_tensors((8, 12), "meta")
+    assert {n: (tuple(t.shape), t.dtype) for n, t in made.items()} == {
+        "rowwise_data": ((8, 12), torch.int8),
+        "rowwise_scale_inv": ((8, 3), torch.float32),
+        "columnwise_data": ((8, 12), torch.int8),
+        "columnwise_scale_inv": ((2, 12), torch.float32),
+    }
+    assert {str(t.device) for t in made.values()} == {"meta"}
+    with pytest.raises(ShapeError, match="^toy: K must be a multiple of 4, got 7 in"):
+        q.alloc_tensors((8, 7), "meta")
+
+
+def test_make_empty_has_dtype_device_and_flag() -> None:
+    q = ToyQuantizer().make_empty((8, 12), dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert (q.shape, q.dtype, q.device.type, q.requires_grad) == (
+        (8, 12),
+        torch.bfloat16,
+        "meta",
+        True,
+    )
+
+
+def test_enum_classes_of_one_name_do_not_mix_in_fx_repr() -> None:
+    class Inner:
+        class Rounding(enum.Enum):
+            UP = 1
+
+    namespace = {"__annotations__": {"other": Inner.Rounding}, "other": Inner.Rounding.UP}
+    cls = type("TwoRoundings", (ToyQuantizer,), {**namespace, "__module__": __name__})
+    q = cls(rounding=Rounding.ZERO)
+    assert eval(*q.__fx_repr__()) == q
