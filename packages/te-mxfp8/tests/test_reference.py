@@ -114,7 +114,9 @@ BYTES = [
     pytest.param(E4M3, (F32, BF16, F16), [NAN] * 32, [0] + [0x7F] * 32, id="nan-only"),
     pytest.param(E5M2, (F32, BF16, F16), [-NAN] * 32, [0] + [0x7F] * 32, id="e5m2-nan-only"),
     pytest.param(E4M3, (F32, BF16, F16), [NAN, INF], [254, 0x7F, 0x7E], id="nan-and-inf"),
-    pytest.param(E4M3, (F32, BF16, F16), [0.0] * 31 + [NAN], [0] + [0] * 31 + [0x7F], id="nan-last"),
+    pytest.param(
+        E4M3, (F32, BF16, F16), [0.0] * 31 + [NAN], [0] + [0] * 31 + [0x7F], id="nan-last"
+    ),
 ]
 
 
@@ -163,7 +165,7 @@ def float32(value: float) -> float:
 
 
 def magnitudes(dtype: str) -> list[float]:
-    """Return the value of every code from 0 to the largest finite one, by the format's definition."""
+    """Return the value of every code from 0 to the largest finite one, by definition."""
     mantissa, bias, count = (3, 7, 0x7F) if dtype == E4M3 else (2, 15, 0x7C)
     values = []
     for code in range(count):

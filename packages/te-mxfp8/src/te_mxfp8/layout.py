@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and offsets of MXFP8 buffers, from the logical shape alone.
 
-This module imports no torch. Sizes may be ``int`` or ``torch.SymInt``: only ``+ - * //`` are used, so
-nothing here specializes a dynamic size.
+This module imports no torch. Sizes may be ``int`` or ``torch.SymInt``: only ``+ - * //`` are used,
+so nothing here specializes a dynamic size.
 
-A tensor of shape ``S`` is seen as a matrix ``[M, K]`` with ``K = S[-1]`` and ``M`` the product of the
-other sizes. The quantizer's description, the reference and the kernel launchers all read this page.
+A tensor of shape ``S`` is seen as a matrix ``[M, K]`` with ``K = S[-1]`` and ``M`` the product of
+the other sizes. The quantizer's description, the reference and the launchers all read this page.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BLOCK = 32
 """Elements that share one scale, along a row or down a column."""
@@ -36,8 +39,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def scale_shape(m: int, k: int, *, columnwise: bool) -> tuple[int, int]:
     """Return the shape of a scale buffer of an ``[m, k]`` matrix, in scales.
 
-    The scale of element ``(i, j)`` is at ``[i, j // 32]`` of the rowwise and at ``[i // 32, j]`` of the
-    columnwise buffer when scales are compact. Both axes are padded to whole swizzle tiles of
+    The scale of element ``(i, j)`` is at ``[i, j // 32]`` of the rowwise and at ``[i // 32, j]`` of
+    the columnwise buffer when scales are compact. Both axes are padded to whole swizzle tiles of
     128 x 4, so swizzling keeps the shape.
     """
     if columnwise:
