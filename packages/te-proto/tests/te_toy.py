@@ -125,7 +125,6 @@ class ToyQuantizer(Quantizer):
     storage_class: ClassVar = ToyStorage
     tensor_class: ClassVar = ToyTensor
 
-    @property
     def alignment(self) -> tuple[int, int]:
         block = self.block or 1
         return (block if self.columnwise else 1, block if self.rowwise else 1)

@@ -33,13 +33,12 @@ def quantize(
         x: ``[..., K]``, float32, bfloat16 or float16, any device and strides, may be empty.
         dtype: ``"e4m3"`` or ``"e5m2"``.
         rowwise: make the plane with one scale per 32 elements of a row.
-        columnwise: make the plane with one scale per 32 rows of a column, quantized from ``x``
-            again.
+        columnwise: make the plane with one scale per 32 rows of a column, from ``x`` again.
         two_d: one scale per 32x32 block; both planes then hold the same codes.
         swizzled: store scales in the order of the GEMM, see :func:`swizzle`.
 
     Returns:
-        uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data``,
+        uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data`` and
         ``columnwise_scale_inv`` in the shapes of :func:`te_mxfp8.layout.buffer_shapes`. Scale
         padding is zero.
 
@@ -58,8 +57,9 @@ def quantize(
             repeated = scale.unsqueeze(1).expand(-1, BLOCK, -1)
             planes["rowwise"] = data, repeated.reshape(rows, columns // BLOCK)
         if columnwise:
-            # a plane may be dropped or written in place, so it never shares memory with the other
-            data = data.clone() if rowwise else data
+            # A plane may be dropped or written in place, so it never shares memory with the other.
+            # Inductor removes a clone, and returns one buffer twice; x | 0 it computes.
+            data = data.bitwise_or(0) if rowwise else data
             repeated = scale.unsqueeze(2).expand(-1, -1, BLOCK)
             planes["columnwise"] = data, repeated.reshape(rows // BLOCK, columns)
     else:
@@ -152,7 +152,7 @@ def unswizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
 
 
 def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
-    """Return the scales of an ``[m, k]`` matrix's blocks, unpadded and in compact order."""
+    """Return the scales of an ``[m, k]`` matrix's blocks, without padding, in compact order."""
     if swizzled:
         scale_inv = unswizzle(scale_inv, columnwise=columnwise)
     return scale_inv[: m // BLOCK, :k] if columnwise else scale_inv[:m, : k // BLOCK]
