@@ -350,16 +350,6 @@ def test_quantize_into_keeps_the_memory_and_writes_what_quantize_gives(
     assert codes_of(out) == codes_of(q.quantize(values(8, 8, seed=2)))
 
 
-def test_quantize_into_uses_the_arithmetic_of_the_quantizer_and_hands_it_over() -> None:
-    out = ToyQuantizer().quantize(values(4, 8))
-    towards_zero = ToyQuantizer(rounding=Rounding.ZERO)
-    towards_zero.quantize_into(values(4, 8), out)
-    assert out.quantizer == towards_zero
-    assert codes_of(out) == codes_of(towards_zero.quantize(values(4, 8)))
-    towards_zero.replace(internal=True).quantize_into(values(4, 8), out)
-    assert out.quantizer == towards_zero  # a tensor stays one
-
-
 @pytest.mark.parametrize(("flag", "written"), [(1.0, False), (0.0, True), (0.5, True)])
 def test_noop_of_exactly_one_leaves_every_byte(flag: float, written: bool) -> None:
     q = ToyQuantizer()
