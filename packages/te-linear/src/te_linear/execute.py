@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from te_linear.product import matmul
 from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
@@ -26,11 +25,11 @@ def execute_forward(
     """
     quantized_x = _quantize(x, plan.quantized_input)
     quantized_w = _quantize(weight, plan.quantized_weight)
-    y = _rowwise(quantized_x) @ _rowwise(quantized_w).t()
+    y = matmul(quantized_x, quantized_w, a_columnwise=False, b_columnwise=False)
     if bias is not None:
         y = y + bias.float()
     saved = [_keep(quantized_x, plan.saved_input), _keep(quantized_w, plan.saved_weight)]
-    return y.to(plan.output.dtype), saved
+    return y.reshape(plan.output.shape).to(plan.output.dtype), saved
 
 
 def execute_backward(
@@ -52,19 +51,21 @@ def execute_backward(
         None if plan.quantized_grad_output is None else _quantize(flat, plan.quantized_grad_output)
     )
     if plan.grad_input is not None:
-        product = _rowwise(quantized) @ _columnwise(saved_w)
+        product = matmul(quantized, saved_w, a_columnwise=False, b_columnwise=True)
         grad_input = product.reshape(plan.grad_input.shape).to(plan.grad_input.dtype)
     if plan.grad_weight is not None:
-        columns = _columnwise(saved_x)
-        grad_weight = _columnwise(quantized).t() @ columns.reshape(-1, columns.shape[-1])
-        grad_weight = grad_weight.to(plan.grad_weight.dtype)
+        product = matmul(quantized, saved_x, a_columnwise=True, b_columnwise=True)
+        grad_weight = product.to(plan.grad_weight.dtype)
     return grad_input, grad_weight, grad_bias
 
 
 def _quantize(value: Any, proto: TensorProto) -> Any:
     assert proto.quantizer is not None  # plan_linear set it
     if isinstance(value, QuantizedStorage):
-        return value.with_usage(
+        # as a bare storage: dynamo does not look into the methods of a tensor
+        context = value.quantizer.replace(internal=True).create_metadata(value.dtype)
+        storage = context.build(QuantizedStorage.inner_tensors(value), value.shape)
+        return storage.with_usage(
             rowwise=proto.quantizer.rowwise, columnwise=proto.quantizer.columnwise
         )
     return proto.quantizer.quantize(value)
@@ -72,13 +73,3 @@ def _quantize(value: Any, proto: TensorProto) -> Any:
 
 def _keep(value: Any, proto: TensorProto | None) -> Any:
     return None if proto is None else value.with_usage(rowwise=False)
-
-
-def _rowwise(value: Any) -> Tensor:
-    out: Tensor = value.with_usage(columnwise=False).dequantize(torch.float32)
-    return out
-
-
-def _columnwise(value: Any) -> Tensor:
-    out: Tensor = value.with_usage(rowwise=False).dequantize(torch.float32)
-    return out
