@@ -44,7 +44,7 @@ class ToyStorage(QuantizedStorage):
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
         q = self.quantizer
         assert isinstance(q, ToyQuantizer)
-        if tuple(shape[-1:]) != tuple(self.shape[-1:]) and (
+        if _matrix(shape)[1] != _matrix(self.shape)[1] and (
             q.columnwise or q.optimize_for_gemm or not q.block or not shape or shape[-1] % q.block
         ):
             return None
@@ -202,7 +202,7 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 def _dense(t: Tensor) -> Tensor:
     """Return ``t`` with the strides of a fresh allocation, those of size-1 axes included."""
-    return t.reshape(-1).view(t.shape)
+    return t.contiguous().reshape(-1).view(t.shape)
 
 
 def _cut(size: int, block: int) -> tuple[int, int]:
