@@ -174,7 +174,12 @@ def test_to_with_copy_copies() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_to_dtype_changes_only_the_nominal_dtype(dtype: torch.dtype) -> None:
     q = quantized(8, 8)
-    for out in (q.to(dtype), q.to(dtype=dtype), q.to("cpu", dtype), q.to(torch.empty(0, dtype=dtype))):
+    for out in (
+        q.to(dtype),
+        q.to(dtype=dtype),
+        q.to("cpu", dtype),
+        q.to(torch.empty(0, dtype=dtype)),
+    ):
         assert type(out) is ToyTensor
         assert out.dtype == out.dequantize().dtype == dtype
         assert out.quantizer == q.quantizer
@@ -224,7 +229,9 @@ def test_copy_from_another_nominal_dtype_copies_the_bytes() -> None:
 def test_copy_takes_the_planes_it_holds_from_a_tensor_that_holds_more() -> None:
     dst, src = quantized(8, 8, quantizer=ROW, seed=1), quantized(8, 8, seed=2)
     dst.copy_(src)
-    assert codes_of(dst) == {n: t.tolist() for n, t in src.inner_tensors().items() if n[:3] == "row"}
+    assert codes_of(dst) == {
+        n: t.tolist() for n, t in src.inner_tensors().items() if n[:3] == "row"
+    }
     assert dst.quantizer == ROW
 
 
@@ -232,7 +239,9 @@ def test_copy_takes_the_planes_it_holds_from_a_tensor_that_holds_more() -> None:
     "source",
     [
         pytest.param(lambda: quantized(8, 8, quantizer=ROW, seed=2), id="fewer-planes"),
-        pytest.param(lambda: quantized(8, 8, quantizer=Q.replace(block=0), seed=2), id="other-block"),
+        pytest.param(
+            lambda: quantized(8, 8, quantizer=Q.replace(block=0), seed=2), id="other-block"
+        ),
         pytest.param(
             lambda: quantized(8, 8, quantizer=Q.replace(optimize_for_gemm=True), seed=2), id="gemm"
         ),
@@ -463,7 +472,9 @@ PIECES = {
 
 @every_quantizer
 @pytest.mark.parametrize("op", PIECES.values(), ids=PIECES)
-def test_aligned_piece_stays_quantized_and_is_the_piece_of_the_values(quantizer: Any, op: Any) -> None:
+def test_aligned_piece_stays_quantized_and_is_the_piece_of_the_values(
+    quantizer: Any, op: Any
+) -> None:
     q = quantized(12, 8, quantizer=quantizer)
     out, expected = op(q), op(q.dequantize())
     assert_kept(out, q, expected)
@@ -533,7 +544,10 @@ def test_pieces_together_are_the_whole(quantizer: Any) -> None:
             id="split-sizes-negative",
         ),
         pytest.param(
-            Q, lambda q: q.split(-4), "split: split_size must be positive, got -4", id="split-negative"
+            Q,
+            lambda q: q.split(-4),
+            "split: split_size must be positive, got -4",
+            id="split-negative",
         ),
         pytest.param(
             Q, lambda q: q.split(0), "split: split_size must be positive, got 0", id="split-zero"
@@ -593,7 +607,10 @@ BEYOND = {
 def test_axis_out_of_range_is_an_index_error_as_for_a_plain_tensor(op: Any) -> None:
     q = quantized(8, 8)
     for t in (q.dequantize(), q):
-        with pytest.raises(IndexError, match=r"Dimension out of range|: dim -?\d is out of range for a tensor of \d axes$"):
+        with pytest.raises(
+            IndexError,
+            match=r"Dimension out of range|: dim -?\d is out of range for a tensor of \d axes$",
+        ):
             op(t)
 
 
@@ -631,7 +648,9 @@ def test_write_into_a_piece_is_refused_because_it_would_not_reach_the_whole(op: 
     q = quantized(12, 8)
     piece = op(q)
     before = codes_of(q), codes_of(piece)
-    message = r"^toy: the tensor of shape \(.*\) is a slice or transpose whose buffers are copies, so"
+    message = (
+        r"^toy: the tensor of shape \(.*\) is a slice or transpose whose buffers are copies, so"
+    )
     for write in (
         lambda: piece.copy_(torch.zeros(())),
         lambda: piece.quantize_(torch.zeros(piece.shape)),
@@ -789,9 +808,7 @@ def test_record_stream_reaches_every_inner_tensor(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("source", [torch.zeros(4), torch.zeros(4).untyped_storage()])
 def test_set_is_refused(source: Any) -> None:
-    message = (
-        "set_: a quantized tensor has no storage of its own; assign .data, or copy_ into it"
-    )
+    message = "set_: a quantized tensor has no storage of its own; assign .data, or copy_ into it"
     with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
         quantized(8, 8).set_(source)
 

@@ -28,10 +28,9 @@ QUANTIZERS = {
 }
 SHAPES = [(), (8,), (1, 4), (8, 12), (7, 13), (2, 4, 8), (2, 1, 2, 4), (0, 8), (8, 0), (3, 0, 5)]
 
+
 def make(shape: Any, quantizer: Quantizer, device: Any, dtype: Any = torch.bfloat16) -> Any:
-    return TensorProto(
-        shape=shape, dtype=dtype, quantizer=quantizer, device=device
-    ).create_tensor()
+    return TensorProto(shape=shape, dtype=dtype, quantizer=quantizer, device=device).create_tensor()
 
 
 def fits(quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
@@ -46,12 +45,18 @@ def assert_same_layout(made: Any, real: Any, device: str) -> None:
     """All that can be known without data, of the outer tensor and of each inner one."""
     assert type(made) is type(real)
     assert made.quantizer == real.quantizer
-    assert (tuple(made.shape), made.dtype, str(made.device)) == (tuple(real.shape), real.dtype, device)
+    assert (tuple(made.shape), made.dtype, str(made.device)) == (
+        tuple(real.shape),
+        real.dtype,
+        device,
+    )
     if isinstance(real, torch.Tensor):
         assert made.stride() == real.stride()
         assert made.requires_grad == real.requires_grad
     assert list(made.inner_tensors()) == list(real.inner_tensors())
-    for (name, a), b in zip(made.inner_tensors().items(), real.inner_tensors().values(), strict=True):
+    for (name, a), b in zip(
+        made.inner_tensors().items(), real.inner_tensors().values(), strict=True
+    ):
         assert_same_metadata(a, b, what=name, ignore=("class", "device"))
         assert a.storage_offset() == b.storage_offset() == 0
         assert str(a.device) == device
@@ -97,7 +102,10 @@ def test_created_tensor_has_the_layout_of_a_quantized_one(q: Any, mode: Any, dev
 def test_tensor_created_in_a_graph_has_the_layout_of_a_quantized_one(q: Any, dynamic: bool) -> None:
     with count_compiles() as counts:
         compiled = torch.compile(
-            lambda x: make(x.shape, q, x.device), backend="aot_eager", fullgraph=True, dynamic=dynamic
+            lambda x: make(x.shape, q, x.device),
+            backend="aot_eager",
+            fullgraph=True,
+            dynamic=dynamic,
         )
         for shape in [(8, 12), (16, 8)]:
             real = q.quantize(values(*shape, dtype=torch.bfloat16))
@@ -125,7 +133,9 @@ def test_requires_grad_is_the_prototypes_and_never_a_storages(requires_grad: boo
     assert made.requires_grad is requires_grad
     assert to_tensor_proto(made).requires_grad is requires_grad
     assert made.is_leaf
-    storage = proto((8, 8), ToyQuantizer(internal=True), requires_grad=requires_grad).create_tensor()
+    storage = proto(
+        (8, 8), ToyQuantizer(internal=True), requires_grad=requires_grad
+    ).create_tensor()
     assert to_tensor_proto(storage).requires_grad is False
 
 
@@ -196,8 +206,16 @@ def test_sizes_may_be_symbolic() -> None:
 
 def test_a_shape_that_the_format_cannot_hold_is_refused_by_every_question() -> None:
     p = proto((8, 7), ToyQuantizer())
-    for ask in (p.inner_specs, p.inner_names, p.create_inner_tensors, p.create_tensor, p.buffer_nbytes):
-        with pytest.raises(ShapeError, match=r"^toy: K must be a multiple of 4, got 7 in \(8, 7\)$"):
+    for ask in (
+        p.inner_specs,
+        p.inner_names,
+        p.create_inner_tensors,
+        p.create_tensor,
+        p.buffer_nbytes,
+    ):
+        with pytest.raises(
+            ShapeError, match=r"^toy: K must be a multiple of 4, got 7 in \(8, 7\)$"
+        ):
             ask()
 
 
@@ -205,9 +223,7 @@ def test_a_shape_that_the_format_cannot_hold_is_refused_by_every_question() -> N
 
 
 def test_making_needs_a_device_and_there_is_no_default() -> None:
-    message = (
-        "a prototype of shape (8, 8) needs a device to be made; pass device='cuda' or 'cpu'"
-    )
+    message = "a prototype of shape (8, 8) needs a device to be made; pass device='cuda' or 'cpu'"
     for q in (None, ToyQuantizer()):
         with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
             proto((8, 8), q, device=None).create_tensor()
@@ -300,9 +316,7 @@ def test_with_usage_gives_another_prototype_and_leaves_this_one() -> None:
 def test_a_quantized_class_that_lost_its_quantizer_is_an_error(internal: bool) -> None:
     q = ToyQuantizer(internal=internal).quantize(values(4, 8))
     q.quantizer = None
-    message = (
-        f"a {type(q).__name__} has no quantizer, so its layout is unknown; build it with one"
-    )
+    message = f"a {type(q).__name__} has no quantizer, so its layout is unknown; build it with one"
     with pytest.raises(LayoutError, match=f"^{message}$"):
         to_tensor_proto(q)
 
@@ -359,7 +373,9 @@ def test_eval_proto_sees_a_modules_real_parameters() -> None:
 
 
 def test_eval_proto_of_an_argument_without_device_is_refused() -> None:
-    with pytest.raises(DeviceError, match=r"^a prototype of shape \(4, 8\) needs a device to be made"):
+    with pytest.raises(
+        DeviceError, match=r"^a prototype of shape \(4, 8\) needs a device to be made"
+    ):
         eval_proto(lambda x: x, proto((4, 8), device=None))
 
 
