@@ -57,7 +57,7 @@ def quantizers(
     """Every quantizer that can hold ``shape``, each with one of the input dtypes in turn."""
     found = [MXFP8Quantizer(**o, internal=i) for o in options for i in (False, True)]
     m, k = math.prod(shape[:-1]), shape[-1]
-    fits = [q for q in found if m % q.alignment[0] == 0 and k % q.alignment[1] == 0]
+    fits = [q for q in found if m % q.alignment()[0] == 0 and k % q.alignment()[1] == 0]
     assert fits
     return list(zip(fits, itertools.cycle(DTYPES), strict=False))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A format to test the core with: int8 codes and float32 scales, real arithmetic, every layout rule.
+"""A format to test the core with: int8 codes, float32 scales, every layout rule.
 
 Codes have the logical shape in both planes. With ``block = 0`` a scale covers a whole row or column
-and any shape will do; otherwise ``block`` elements along it, and the axis must be a multiple. Scales
-are ``[M, K // block]`` rowwise and ``[M // block, K]`` columnwise, the other way round with
+and any shape will do; otherwise ``block`` elements along it, and the axis must be a multiple.
+Scales are ``[M, K // block]`` rowwise and ``[M // block, K]`` columnwise, the other way round with
 ``optimize_for_gemm``.
 """
 
@@ -125,13 +125,12 @@ class ToyQuantizer(Quantizer):
     storage_class: ClassVar = ToyStorage
     tensor_class: ClassVar = ToyTensor
 
-    @property
     def alignment(self) -> tuple[int, int]:
         block = self.block or 1
         return (block if self.columnwise else 1, block if self.rowwise else 1)
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        for size, multiple, axis in zip(_matrix(shape), self.alignment, "MK", strict=True):
+        for size, multiple, axis in zip(_matrix(shape), self.alignment(), "MK", strict=True):
             if size % multiple:
                 msg = f"toy: {axis} must be a multiple of {multiple}, got {size} in {tuple(shape)}"
                 raise ShapeError(msg)
