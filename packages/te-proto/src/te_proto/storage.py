@@ -349,6 +349,3 @@ def restore_from_saved(objects: Iterable[Any], saved: Sequence[Tensor | None]) -
             out.append(context.build(dict(zip(names, saved[at:], strict=False)), shape))
             at += len(names)
     return out
-
-
-torch.serialization.add_safe_globals([rebuild])
