@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpt_model import Bf16Linear
-from te_proto import QuantizedStorage, TensorProto, to_tensor_proto
 from torch.autograd.graph import saved_tensors_hooks
+
+from te_proto import QuantizedStorage, TensorProto, to_tensor_proto
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,7 +89,7 @@ def measured_bytes(model: GPT, tokens: Tensor, targets: Tensor) -> LinearBytes:
     loss = model(tokens, targets)
     for handle in handles:
         handle.remove()
-    assert loss.requires_grad  # noqa: S101  # else nothing was saved and the count means nothing
+    assert loss.requires_grad  # else nothing was saved and the count means nothing
     return LinearBytes(weights=weights.nbytes, saved=saved.nbytes)
 
 

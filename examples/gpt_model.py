@@ -27,7 +27,7 @@ class Bf16Linear(nn.Linear):
     Its float32 parameters are the same master weights that the quantized layers round.
     """
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's name
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
         """Return the layer's output for ``input``, ``[..., K]``."""
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.weight.to(input.dtype), bias)

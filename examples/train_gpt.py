@@ -227,12 +227,13 @@ def run(options: Options, text: bytes, formats: list[str]) -> int:
     """
     import functools
 
-    import te_linear
     import torch
     from gpt_bytes import measured_bytes, planned_bytes
     from gpt_model import GPT, Bf16Linear
     from gpt_report import BASELINE, Result, disagreements, draw, table
     from gpt_training import Batches, train
+
+    import te_linear
     from te_proto.errors import TeError
 
     if options.threads is not None:

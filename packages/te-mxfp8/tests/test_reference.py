@@ -165,7 +165,7 @@ def float32(value: float) -> float:
 
 
 def magnitudes(dtype: str) -> list[float]:
-    """Return the value of every code from 0 to the largest finite one, by the format's definition."""
+    """Return the value of every code from 0 to the largest finite one, by definition."""
     mantissa, bias, count = (3, 7, 0x7F) if dtype == E4M3 else (2, 15, 0x7C)
     values = []
     for code in range(count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from te_mxfp8 import layout, reference
 from te_proto.testing import assert_same_bits, count_compiles, hostile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Buffers = dict[str, Tensor]
 
@@ -162,10 +165,14 @@ def test_scale_padding_is_zero_whatever_memory_held(two_d: bool, swizzled: bool)
     assert_same_bits(column, inside)
 
 
+def storages(out: Buffers) -> int:
+    return len({buffer.untyped_storage().data_ptr() for buffer in out.values()})
+
+
 def test_planes_never_share_memory() -> None:
-    for two_d in (False, True):
-        out = quantize(torch.ones(32, 32), two_d=two_d)
-        assert len({buffer.untyped_storage().data_ptr() for buffer in out.values()}) == 4
+    for shape in ((32, 32), (128, 128)):
+        for two_d in (False, True):
+            assert storages(quantize(torch.ones(shape), two_d=two_d)) == 4
 
 
 def off(i: int, j: int, tiles: int) -> int:
@@ -231,6 +238,7 @@ def test_compiled_equals_eager_in_one_graph(
             out, values = compiled(x)
             expected_out, expected_values = there_and_back(x)
             assert_same_buffers(out, expected_out)
+            assert storages(out) == 4
             for got, expected in zip(values, expected_values, strict=True):
                 # which NaN it is depends on the instruction that multiplied
                 assert_same_bits(got.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))

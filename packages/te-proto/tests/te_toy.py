@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A format to test the core with: int8 codes and float32 scales, real arithmetic, every layout rule.
+"""A format to test the core with: int8 codes, float32 scales, every layout rule.
 
 Codes have the logical shape in both planes. With ``block = 0`` a scale covers a whole row or column
-and any shape will do; otherwise ``block`` elements along it, and the axis must be a multiple. Scales
-are ``[M, K // block]`` rowwise and ``[M // block, K]`` columnwise, the other way round with
+and any shape will do; otherwise ``block`` elements along it, and the axis must be a multiple.
+Scales are ``[M, K // block]`` rowwise and ``[M // block, K]`` columnwise, the other way round with
 ``optimize_for_gemm``.
 """
 
@@ -125,19 +125,18 @@ class ToyQuantizer(Quantizer):
     storage_class: ClassVar = ToyStorage
     tensor_class: ClassVar = ToyTensor
 
-    @property
     def alignment(self) -> tuple[int, int]:
         block = self.block or 1
         return (block if self.columnwise else 1, block if self.rowwise else 1)
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        for size, multiple, axis in zip(_matrix(shape), self.alignment, "MK", strict=True):
+        for size, multiple, axis in zip(_matrix(shape), self.alignment(), "MK", strict=True):
             if size % multiple:
                 msg = f"toy: {axis} must be a multiple of {multiple}, got {size} in {tuple(shape)}"
                 raise ShapeError(msg)
 
     def store(self, scale: Tensor) -> Tensor:
-        return (scale.t() if self.optimize_for_gemm else scale).contiguous()
+        return _dense(scale.t() if self.optimize_for_gemm else scale)
 
     def describe_buffers(self, shape: Sequence[int]) -> dict[str, BufferSpec]:
         m, k = _matrix(shape)
@@ -160,12 +159,12 @@ class ToyQuantizer(Quantizer):
         made = {}
         if self.rowwise:
             codes, scale = self._encode(matrix.reshape(m, *_cut(k, self.block)))
-            made["rowwise_data"] = codes.reshape(x.shape).contiguous()
+            made["rowwise_data"] = _dense(codes.reshape(x.shape))
             made["rowwise_scale_inv"] = self.store(scale)
         if self.columnwise:
             blocks = matrix.reshape(*_cut(m, self.block), k).transpose(1, 2)
             codes, scale = self._encode(blocks)
-            made["columnwise_data"] = codes.transpose(1, 2).reshape(x.shape).contiguous()
+            made["columnwise_data"] = _dense(codes.transpose(1, 2).reshape(x.shape))
             made["columnwise_scale_inv"] = self.store(scale)
         if out is None:
             return made
@@ -178,7 +177,7 @@ class ToyQuantizer(Quantizer):
         """Return codes and scale_inv of blocks along the last axis."""
         amax = blocks.abs().amax(-1) if blocks.shape[-1] else blocks.new_zeros(blocks.shape[:-1])
         scale_inv = amax / MAX
-        codes = blocks / torch.where(scale_inv == 0, 1.0, scale_inv)[..., None]
+        codes = blocks / scale_inv.masked_fill(scale_inv == 0, 1.0).unsqueeze(-1)
         codes = codes.round() if self.rounding is Rounding.NEAREST else codes.trunc()
         return codes.to(torch.int8), scale_inv
 
@@ -190,14 +189,19 @@ class ToyQuantizer(Quantizer):
         codes = inner[f"{plane}_data"].reshape(m, k).float()
         scale_inv = self.store(inner[f"{plane}_scale_inv"])
         if plane == "rowwise":
-            values = codes.reshape(m, *_cut(k, self.block)) * scale_inv[..., None]
+            values = codes.reshape(m, *_cut(k, self.block)) * scale_inv.unsqueeze(-1)
         else:
-            values = codes.reshape(*_cut(m, self.block), k) * scale_inv[:, None]
+            values = codes.reshape(*_cut(m, self.block), k) * scale_inv.unsqueeze(1)
         return values.reshape(tuple(shape)).to(dtype)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if len(shape) else 1
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Return ``t`` with the strides of a fresh allocation, those of size-1 axes included."""
+    return t.reshape(-1).view(t.shape)
 
 
 def _cut(size: int, block: int) -> tuple[int, int]:

@@ -62,12 +62,12 @@ def execute_backward(
 
 
 def _quantize(value: Any, proto: TensorProto) -> Any:
+    assert proto.quantizer is not None  # plan_linear set it
     if isinstance(value, QuantizedStorage):
-        assert proto.quantizer is not None  # _operand set it
         return value.with_usage(
             rowwise=proto.quantizer.rowwise, columnwise=proto.quantizer.columnwise
         )
-    return proto.quantizer.quantize(value)  # type: ignore[union-attr]  # the plan's operands have one
+    return proto.quantizer.quantize(value)
 
 
 def _keep(value: Any, proto: TensorProto | None) -> Any:
@@ -75,8 +75,10 @@ def _keep(value: Any, proto: TensorProto | None) -> Any:
 
 
 def _rowwise(value: Any) -> Tensor:
-    return value.with_usage(columnwise=False).dequantize(torch.float32)
+    out: Tensor = value.with_usage(columnwise=False).dequantize(torch.float32)
+    return out
 
 
 def _columnwise(value: Any) -> Tensor:
-    return value.with_usage(rowwise=False).dequantize(torch.float32)
+    out: Tensor = value.with_usage(rowwise=False).dequantize(torch.float32)
+    return out

@@ -5,8 +5,7 @@ This module imports no torch. Sizes may be ``int`` or ``torch.SymInt``: only ``+
 so nothing here specializes a dynamic size.
 
 A tensor of shape ``S`` is seen as a matrix ``[M, K]`` with ``K = S[-1]`` and ``M`` the product of
-the other sizes. The quantizer's description, the reference and the kernel launchers all read this
-page.
+the other sizes. The quantizer's description, the reference and the launchers all read this page.
 """
 
 from __future__ import annotations

@@ -57,15 +57,13 @@ def quantize_into(
 
 def dequantize(storage: MXFP8Storage, quantizer: MXFP8Quantizer, dtype: torch.dtype) -> Tensor:
     """Return the plain tensor; the rowwise plane is read if it is held."""
-    columnwise = storage.rowwise_data is None
-    data = storage.columnwise_data if columnwise else storage.rowwise_data
-    scale_inv = storage.columnwise_scale_inv if columnwise else storage.rowwise_scale_inv
-    if _runs_kernels(data):  # type: ignore[arg-type]  # one plane is held, the caller checked
+    data, scale_inv, columnwise = _held_plane(storage)
+    if _runs_kernels(data):
         out: Tensor = dequantize_op(storage, dtype)
         return out
     return reference.dequantize(
-        data,  # type: ignore[arg-type]
-        scale_inv,  # type: ignore[arg-type]
+        data,
+        scale_inv,
         dtype=quantizer.dtype,
         columnwise=columnwise,
         swizzled=quantizer.optimize_for_gemm,
@@ -100,28 +98,37 @@ def dequantize_op(q: MXFP8Storage, dtype: torch.dtype) -> Tensor:
     """Dequantize with the Triton kernel."""
     from te_mxfp8.kernels.dequantize import launch_dequantize  # imports triton
 
-    columnwise = q.rowwise_data is None
+    data, scale_inv, columnwise = _held_plane(q)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     launch_dequantize(
-        q.columnwise_data if columnwise else q.rowwise_data,
-        q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv,
+        data,
+        scale_inv,
         out,
-        dtype=q.quantizer.dtype,  # type: ignore[attr-defined]  # an MXFP8Quantizer
+        dtype=q.quantizer.dtype,
         columnwise=columnwise,
         swizzled=q.quantizer.optimize_for_gemm,
     )
     return out
 
 
+def _held_plane(storage: MXFP8Storage) -> tuple[Tensor, Tensor, bool]:
+    """Return codes, scales and whether they are columnwise; rowwise if that plane is held."""
+    columnwise = storage.rowwise_data is None
+    data = storage.columnwise_data if columnwise else storage.rowwise_data
+    scale_inv = storage.columnwise_scale_inv if columnwise else storage.rowwise_scale_inv
+    assert data is not None  # QuantizedStorage.dequantize saw that a plane is held
+    assert scale_inv is not None
+    return data, scale_inv, columnwise
+
+
 def _launch(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
     from te_mxfp8.kernels.quantize import launch_quantize  # imports triton
 
-    quantizer: MXFP8Quantizer = out.quantizer  # type: ignore[assignment]
     launch_quantize(
         x,
         out.inner_tensors(),
-        dtype=quantizer.dtype,
-        two_d=quantizer.with_2d_quantization,
-        swizzled=quantizer.optimize_for_gemm,
+        dtype=out.quantizer.dtype,
+        two_d=out.quantizer.with_2d_quantization,
+        swizzled=out.quantizer.optimize_for_gemm,
         noop=noop,
     )

@@ -24,8 +24,8 @@ def quantize(
     """Return the MXFP8 buffers of ``x``, present planes only, in canonical order.
 
     The scale of a block is the smallest power of two not below ``amax / max(dtype)``, so nothing
-    saturates. NaN is ignored in ``amax`` and becomes ``0x7F``; a block of NaN alone has scale byte 0,
-    a block with infinity 254. A zero keeps its sign: ``-0.0`` becomes ``0x80``, as in the peer's
+    saturates. NaN is ignored in ``amax`` and becomes ``0x7F``; a block of NaN alone has scale byte
+    0, a block with infinity 254. A zero keeps its sign: ``-0.0`` becomes ``0x80``, as in the peer's
     generic kernel. Its specialised kernels for bfloat16 and float16 add ``+0.0`` in the scaling and
     are expected to emit ``0x00`` there; no other value differs.
 
@@ -33,13 +33,14 @@ def quantize(
         x: ``[..., K]``, float32, bfloat16 or float16, any device and strides, may be empty.
         dtype: ``"e4m3"`` or ``"e5m2"``.
         rowwise: make the plane with one scale per 32 elements of a row.
-        columnwise: make the plane with one scale per 32 rows of a column, quantized from ``x`` again.
+        columnwise: make the plane with one scale per 32 rows of a column, from ``x`` again.
         two_d: one scale per 32x32 block; both planes then hold the same codes.
         swizzled: store scales in the order of the GEMM, see :func:`swizzle`.
 
     Returns:
-        uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data``, ``columnwise_scale_inv`` in
-        the shapes of :func:`te_mxfp8.layout.buffer_shapes`. Scale padding is zero.
+        uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data`` and
+        ``columnwise_scale_inv`` in the shapes of :func:`te_mxfp8.layout.buffer_shapes`. Scale
+        padding is zero.
 
     Source:
         TransformerEngine, ``common/cast/mxfp8/quantize_mxfp8.cuh``; OCP MX v1.0 for the codes.
@@ -56,8 +57,9 @@ def quantize(
             repeated = scale.unsqueeze(1).expand(-1, BLOCK, -1)
             planes["rowwise"] = data, repeated.reshape(rows, columns // BLOCK)
         if columnwise:
-            # a plane may be dropped or written in place, so it never shares memory with the other
-            data = data.clone() if rowwise else data
+            # A plane may be dropped or written in place, so it never shares memory with the other.
+            # Inductor removes a clone, and returns one buffer twice; x | 0 it computes.
+            data = data.bitwise_or(0) if rowwise else data
             repeated = scale.unsqueeze(2).expand(-1, -1, BLOCK)
             planes["columnwise"] = data, repeated.reshape(rows // BLOCK, columns)
     else:
@@ -116,9 +118,10 @@ def dequantize(
 def swizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
     """Return a padded compact scale buffer in the order of the GEMM, in the same 2-D shape.
 
-    Tiles of 128 x 4 scales follow each other in row-major order, 512 bytes each; inside a tile scale
-    ``(i, j)`` is byte ``(i % 32) * 16 + (i // 32) * 4 + j``. ``i`` counts rows of a rowwise and columns
-    of a columnwise buffer, ``j`` blocks: a columnwise buffer is swizzled as its transpose.
+    Tiles of 128 x 4 scales follow each other in row-major order, 512 bytes each; inside a tile
+    scale ``(i, j)`` is byte ``(i % 32) * 16 + (i // 32) * 4 + j``. ``i`` counts rows of a rowwise
+    and columns of a columnwise buffer, ``j`` blocks: a columnwise buffer is swizzled as its
+    transpose.
     """
     rows, columns = scale.shape
     step_i, step_j = (1, columns) if columnwise else (columns, 1)
@@ -149,7 +152,7 @@ def unswizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
 
 
 def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
-    """Return the scales of the blocks of an ``[m, k]`` matrix, without padding, in compact order."""
+    """Return the scales of an ``[m, k]`` matrix's blocks, without padding, in compact order."""
     if swizzled:
         scale_inv = unswizzle(scale_inv, columnwise=columnwise)
     return scale_inv[: m // BLOCK, :k] if columnwise else scale_inv[:m, : k // BLOCK]
@@ -176,12 +179,11 @@ def _whole_tiles(matrix: Tensor) -> Tensor:
 
 
 def _cut(tiles: Tensor, m: int, k: int) -> Tensor:
-    """Return the first ``m`` rows and ``k`` columns, contiguous."""
-    cut = tiles[:m, :k]
-    if is_compiling():
-        # contiguous() would guard on whether there was padding
-        return cut.clone(memory_format=torch.contiguous_format)
-    return cut.contiguous()
+    """Return the first ``m`` rows and ``k`` columns, contiguous, in memory of their own."""
+    if not is_compiling() and tiles.shape == (m, k):
+        return tiles.contiguous()
+    # a graph always copies: to look would guard on whether there was padding
+    return tiles[:m, :k].clone(memory_format=torch.contiguous_format)
 
 
 def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,12 @@ from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from typing_extensions import Self
 
+    from te_mxfp8.quantizer import MXFP8Quantizer
     from te_proto.quantizer import Quantizer
 
 _PLANES = (("rowwise", False), ("columnwise", True))
@@ -36,6 +37,7 @@ class MXFP8Storage(QuantizedStorage):
     rowwise_scale_inv: InnerTensor
     columnwise_data: InnerTensor
     columnwise_scale_inv: InnerTensor
+    quantizer: MXFP8Quantizer
 
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
         """Return the inner tensors of a view, or None if a block would be cut.
@@ -51,7 +53,8 @@ class MXFP8Storage(QuantizedStorage):
         inner: dict[str, Tensor] = {}
         for name, tensor in self.inner_tensors().items():
             if name.endswith("_data"):
-                inner[name] = tensor.view(tuple(shape))
+                data = tensor.view(tuple(shape))
+                inner[name] = data if same else data.clone()  # the scales are copies then
             elif same:
                 inner[name] = tensor
             else:
@@ -113,7 +116,7 @@ class MXFP8Storage(QuantizedStorage):
 
     @property
     def _two_d(self) -> bool:
-        return bool(self.quantizer.with_2d_quantization)  # type: ignore[attr-defined]  # an MXFP8Quantizer
+        return self.quantizer.with_2d_quantization
 
     def _compact(self, scale: Tensor, *, columnwise: bool) -> Tensor:
         m, k = matrix_shape(self.shape)
@@ -134,11 +137,10 @@ class MXFP8Storage(QuantizedStorage):
     def _cut(self, plane: str, dim: int, start: int, length: int, inner: int) -> NoReturn:
         unit = BLOCK // math.gcd(BLOCK, inner)
         msg = (
-            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, "
-            f"whole {plane} blocks of {BLOCK}, "
-            f"got [{start}:{start + length}] of shape {tuple(self.shape)}; slice elsewhere, "
-            f"drop the {plane} plane "
-            f"with with_usage(), or call .dequantize() first"
+            f"mxfp8: a slice of axis {dim} must begin and end at a multiple of {unit}, whole "
+            f"{plane} blocks of {BLOCK}, got [{start}:{start + length}] of shape "
+            f"{tuple(self.shape)}; slice elsewhere, drop the {plane} plane with with_usage(), or "
+            "call .dequantize() first"
         )
         raise ShapeError(msg)
 
@@ -169,7 +171,8 @@ class MXFP8Storage(QuantizedStorage):
     def _join(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make inner tensors from codes and compact scales."""
         return {
-            name: part.contiguous()
+            # a copy even where a view would do: the scales are copies, and both must age alike
+            name: part.clone(memory_format=torch.contiguous_format)
             if name.endswith("_data")
             else self._store(part.flatten(0, 1), columnwise=name.startswith("col"))
             for name, part in parts.items()

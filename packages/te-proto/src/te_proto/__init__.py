@@ -13,8 +13,10 @@ from te_proto.__about__ import __version__
 
 if TYPE_CHECKING:
     from te_proto.custom_ops import custom_op
+    from te_proto.layout import BufferSpec
     from te_proto.proto import TensorProto, eval_proto, to_tensor_proto
-    from te_proto.quantizer import BufferSpec, Quantizer, Recipe
+    from te_proto.quantizer import Quantizer
+    from te_proto.recipe import Recipe
     from te_proto.registry import available_formats, describe, get_quantizer, get_recipe
     from te_proto.spec import PROTOCOL, FormatSpec
     from te_proto.storage import QuantizedStorage
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "PROTOCOL": "spec",
-    "BufferSpec": "quantizer",
+    "BufferSpec": "layout",
     "FormatSpec": "spec",
     "QuantizedStorage": "storage",
     "QuantizedTensor": "tensor",
     "Quantizer": "quantizer",
-    "Recipe": "quantizer",
+    "Recipe": "recipe",
     "TensorProto": "proto",
     "available_formats": "registry",
     "custom_op": "custom_ops",  # a module of the same name would stand in its place

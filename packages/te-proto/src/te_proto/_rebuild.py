@@ -24,8 +24,9 @@ def rebuild(
     Raises:
         UnknownFormatError: the plugin is not installed; the message says what to install.
     """
+    from te_proto._classes import find_class
     from te_proto.quantizer import Quantizer
-    from te_proto.storage import FlattenContext, QuantizedStorage, find_class
+    from te_proto.storage import FlattenContext, QuantizedStorage
 
     found, quantizer = find_class(cls), find_class(quantizer_cls)
     if not (issubclass(found, QuantizedStorage) and issubclass(quantizer, Quantizer)):

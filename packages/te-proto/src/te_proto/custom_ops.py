@@ -19,11 +19,12 @@ from torch import Tensor
 from torch._library.opaque_object import get_opaque_type_name
 from torch._opaque_base import OpaqueBase
 
+from te_proto._classes import source_name
 from te_proto._compat import register_value_type
 from te_proto.errors import LayoutError, UsageError
 from te_proto.proto import to_tensor_proto
 from te_proto.quantizer import Quantizer
-from te_proto.storage import FlattenContext, QuantizedStorage, source_name
+from te_proto.storage import FlattenContext, QuantizedStorage, is_torch_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,14 +99,14 @@ class CustomOp:
         values = self._bind(args, kwargs)
         tensors: list[Tensor] = []
         mutated: list[Tensor] = []
-        sizes: list[int] = []
+        sizes: list[int | torch.SymInt] = []
         entries = []
         for name, value in zip(self._names, values, strict=True):
             if (
                 self._differentiable
-                and isinstance(value, QuantizedStorage)
-                and isinstance(value, Tensor)
+                and is_torch_tensor(value)
                 and value.requires_grad
+                and isinstance(value, QuantizedStorage)
                 and torch.is_grad_enabled()
             ):
                 msg = (
@@ -270,7 +271,9 @@ def custom_op(
     return wrap
 
 
-def _flatten(name: str, value: Any, tensors: list[Tensor], sizes: list[int]) -> tuple[Any, ...]:
+def _flatten(
+    name: str, value: Any, tensors: list[Tensor], sizes: list[int | torch.SymInt]
+) -> tuple[Any, ...]:
     if isinstance(value, QuantizedStorage):
         # a method of a traced tensor would be an opaque call
         inner = QuantizedStorage.inner_tensors(value)
@@ -303,8 +306,7 @@ def _flatten(name: str, value: Any, tensors: list[Tensor], sizes: list[int]) -> 
         return ("ints", len(value))
     msg = (
         f"argument {name} is a {type(value).__name__}; an op takes tensors, quantizers, None, "
-        "numbers, strings, "
-        f"dtypes, devices and sequences of ints"
+        "numbers, strings, dtypes, devices and sequences of ints"
     )
     raise TypeError(msg)
 

@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import Self
 
 from te_proto.errors import DeviceError, LayoutError, UsageError
-from te_proto.quantizer import BufferSpec, Quantizer
+from te_proto.layout import BufferSpec
 from te_proto.storage import FlattenContext, QuantizedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
+
+    from te_proto.quantizer import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class TensorProto:
             for spec in self.inner_specs().values()
         ]
 
-    def assemble(self, inner: Sequence[Tensor] | Mapping[str, Tensor]) -> Any:
+    def assemble(self, inner: Sequence[Tensor] | dict[str, Tensor]) -> Any:
         """Make the tensor from its inner tensors, in flatten order.
 
         Raises:
@@ -96,10 +98,9 @@ class TensorProto:
         if self.requires_grad and torch.compiler.is_compiling():
             # torch itself would return the tensor without the flag and say nothing
             msg = (
-                f"a leaf that requires grad, of shape {self.shape}, "
-                "cannot be made in a compiled graph; "
-                "make it outside, "
-                "or make it without and call requires_grad_() on the graph's result"
+                f"a leaf that requires grad, of shape {self.shape}, cannot be made in a compiled "
+                "graph; make it outside, or make it without and call requires_grad_() on the "
+                "graph's result"
             )
             raise LayoutError(msg)
         names = self.inner_names()
@@ -110,13 +111,24 @@ class TensorProto:
             )
             raise LayoutError(msg)
         if self.quantizer is None:
-            (data,) = inner.values() if isinstance(inner, dict) else inner  # type: ignore[union-attr]
+            (data,) = inner.values() if isinstance(inner, dict) else inner
+            self._check_plain(data)
             return data.requires_grad_() if self.requires_grad else data
         named = dict(inner) if isinstance(inner, dict) else dict(zip(names, inner, strict=True))
         context = self.quantizer.create_metadata(self.dtype)
         return context.build(
             named, self.shape, requires_grad=self.requires_grad and not self.quantizer.internal
         )
+
+    def _check_plain(self, data: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if (tuple(data.shape), data.dtype) != (self.shape, self.dtype) or not data.is_contiguous():
+            msg = (
+                f"data of a plain prototype must be a contiguous {self.dtype} of shape "
+                f"{self.shape}, got {data.dtype} of shape {tuple(data.shape)} and strides {data.stride()}"
+            )
+            raise LayoutError(msg)
 
     def create_tensor(self) -> Any:
         """Allocate and assemble: an uninitialised tensor, or bare storage if ``internal``.
@@ -202,7 +214,8 @@ def eval_proto(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         DeviceError: a prototype among the arguments has no device.
     """
-    with FakeTensorMode():
+    # what fn refers to by itself, such as the parameters of a module, may be real
+    with FakeTensorMode(allow_non_fake_inputs=True):
 
         def stand_in(leaf: Any) -> Any:
             if isinstance(leaf, (Tensor, QuantizedStorage)):

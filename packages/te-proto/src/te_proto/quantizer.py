@@ -9,42 +9,33 @@ import math
 import typing
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._opaque_base import OpaqueBase
 from typing_extensions import Self, dataclass_transform
 
+from te_proto._classes import register_class, source_name
 from te_proto._compat import register_value_type
-from te_proto.errors import DeviceError, DtypeError, LayoutError, QuantizerError, UsageError
-from te_proto.storage import FlattenContext, QuantizedStorage, register_class, source_name
+from te_proto.errors import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    QuantizerError,
+    ShapeError,
+    UsageError,
+)
+from te_proto.layout import INPUT_DTYPES
+from te_proto.storage import FlattenContext, QuantizedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""High-precision dtypes a quantizer takes and a quantized tensor stands for."""
+    from te_proto.layout import BufferSpec
 
 _FIELD_TYPES = (bool, int, float, str)
-
-
-class BufferSpec(NamedTuple):
-    """One inner tensor before it exists: dense, row-major.
-
-    Attributes:
-        shape: sizes in elements of ``dtype``; may hold SymInts.
-        dtype: dtype of the buffer; raw codes and E8M0 scales are ``torch.uint8``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -54,8 +45,9 @@ class Quantizer(OpaqueBase):
     A subclass is made a frozen, keyword-only dataclass and registered with torch as an opaque value
     when it is defined. Its fields are its identity and may only be bool, int, float, str or Enum.
     A format supplies the class attributes, :meth:`describe_buffers`, :meth:`check_shape`,
-    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may call
-    methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13) cannot.
+    :meth:`quantize_impl`, :meth:`dequantize_impl` and :meth:`alignment`. Code that is traced may
+    call methods of a quantizer and read its fields, but not its properties: dynamo (torch 2.13)
+    cannot.
 
     Attributes:
         rowwise: produce the plane whose blocks run along the last axis.
@@ -72,6 +64,10 @@ class Quantizer(OpaqueBase):
     format_name: ClassVar[str]
     storage_class: ClassVar[type[QuantizedStorage]]
     tensor_class: ClassVar[type[Any]]
+
+    if TYPE_CHECKING:
+        # _define makes every quantizer a dataclass, which mypy cannot see
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,11 +111,13 @@ class Quantizer(OpaqueBase):
         """Raise :class:`te_proto.errors.ShapeError` if a plane that is on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
             x: a plain tensor whose shape and dtype were checked; any strides.
+            *args: none is passed; a format declares just ``x`` and its call arguments.
+            **kwargs: its :meth:`call_arguments`.
         """
 
     @abstractmethod
@@ -132,17 +130,20 @@ class Quantizer(OpaqueBase):
     def alignment(self) -> tuple[int, int]:
         """Multiples ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
 
-    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+    def quantize_into_impl(
+        self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None, **call: Any
+    ) -> None:
         """Quantize ``x`` into the buffers ``out``; a format with kernels may override.
 
         Args:
             x: as for :meth:`quantize_impl`.
             out: buffers that were checked against :meth:`describe_buffers`.
             noop: one float32 element; exactly 1.0 leaves every byte as it is.
+            **call: its :meth:`call_arguments`.
         """
-        for name, made in self.quantize_impl(x).items():
+        for name, made in self.quantize_impl(x, **call).items():
             if noop is not None:
-                made = torch.where(noop.reshape(()) == 1.0, out[name], made)  # noqa: PLW2901
+                made = torch.where(noop.reshape(()) == 1.0, out[name], made)
             out[name].copy_(made)
 
     # -- values -----------------------------------------------------------------------------------
@@ -173,8 +174,7 @@ class Quantizer(OpaqueBase):
         if unknown := sorted(set(state) - set(types)):
             msg = (
                 f"{cls.format_name}: the saved quantizer has options {unknown} that {cls.__name__} "
-                "does "
-                f"not have; install the version of the plugin that wrote it, or a newer one"
+                "does not have; install the version of the plugin that wrote it, or a newer one"
             )
             raise QuantizerError(msg)
         options = dict(state)
@@ -183,8 +183,9 @@ class Quantizer(OpaqueBase):
             if issubclass(kind, enum.Enum):
                 if value not in kind.__members__:
                     msg = (
-                        f"{cls.format_name}: option {name} must be one of {', '.join(kind.__members__)}, "
-                        f"got {value!r}; install the version of the plugin that wrote it, or a newer one"
+                        f"{cls.format_name}: option {name} must be one of "
+                        f"{', '.join(kind.__members__)}, got {value!r}; install the version of the "
+                        "plugin that wrote it, or a newer one"
                     )
                     raise QuantizerError(msg)
                 options[name] = kind[value]
@@ -245,11 +246,20 @@ class Quantizer(OpaqueBase):
             requires_grad=requires_grad,
         ).create_tensor()
 
-    def quantize(self, x: Tensor | QuantizedStorage) -> Any:
+    def quantize(
+        self,
+        x: Tensor | QuantizedStorage,
+        *,
+        group: str | None = None,
+        rng: Tensor | None = None,
+    ) -> Any:
         """Quantize ``x``; its gradient passes straight through.
 
         Args:
             x: float32, bfloat16 or float16, any strides and device; a quantized one is dequantized.
+            group: name of the c10d group over which amax is reduced, for quantizers that do.
+            rng: int64 ``[2]`` on ``x``'s device, seed and offset, for quantizers that round
+                stochastically: equal ones give equal bytes.
 
         Returns:
             ``tensor_class`` of ``x``'s shape and dtype, or ``storage_class`` if ``internal``.
@@ -257,53 +267,64 @@ class Quantizer(OpaqueBase):
         Raises:
             ShapeError: the planes that are on cannot hold the shape.
             DtypeError: ``x`` has another dtype.
-            UsageError: neither rowwise nor columnwise is on.
+            UsageError: neither rowwise nor columnwise is on, or ``group`` or ``rng`` is given to a
+                quantizer that has no use for it, or not given to one that needs it.
         """
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
         self._check_input(plain)
+        call = self._check_call(group=group, rng=rng)
         with torch.no_grad():
-            inner = self.quantize_impl(plain.detach())
+            inner = self.quantize_impl(plain.detach(), **call)
+        if not torch.compiler.is_compiling():
+            # .data is no view: a graph that takes one as input is guarded on sizes of its base
+            inner = {name: tensor.data for name, tensor in inner.items()}
         out = self.create_metadata(plain.dtype).build(inner, plain.shape)
         if not self.internal and torch.is_grad_enabled() and plain.requires_grad:
             return torch.ops.te_proto.straight_through(plain, out)
         return out
 
     def quantize_into(
-        self, x: Tensor | QuantizedStorage, out: QuantizedStorage, noop: Tensor | None = None
+        self,
+        x: Tensor | QuantizedStorage,
+        out: QuantizedStorage,
+        noop: Tensor | None = None,
+        *,
+        group: str | None = None,
+        rng: Tensor | None = None,
     ) -> None:
         """Quantize ``x`` into the buffers of ``out``, which keep their memory.
 
-        The layout is the one ``out`` has now; options that only change the arithmetic are this
-        quantizer's. Nothing is written unless all of it fits.
-
         Args:
             x: as for :meth:`quantize`; moved to ``out``'s device first.
-            out: quantized tensor or storage of the same shape.
+            out: quantized tensor or storage of the same shape, described by this quantizer; only
+                ``internal`` may differ.
             noop: float32 scalar tensor on that device; exactly 1.0 leaves every byte as it is,
                 decided on the device.
+            group: as for :meth:`quantize`.
+            rng: as for :meth:`quantize`.
 
         Raises:
-            LayoutError: the buffers of ``out`` are not those this quantizer fills.
+            LayoutError: another quantizer describes ``out``.
+            ShapeError: ``out`` has another shape.
+            UsageError: ``out`` is a slice, whose buffers are copies.
         """
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
         self._check_input(plain)
-        if not isinstance(out, QuantizedStorage) or type(out.quantizer) is not type(self):
+        theirs = getattr(out, "quantizer", None)
+        if theirs is None or theirs.replace(internal=self.internal) != self:
             msg = (
-                f"{self.format_name}: out must be a tensor of this format, got {type(out).__name__}"
+                f"{self.format_name}: out must be described by {self}, "
+                f"got {theirs or type(out).__name__}; use its own quantizer, or quantize anew"
             )
             raise LayoutError(msg)
+        if plain.shape != out.shape:
+            msg = (
+                f"{self.format_name}: out must have the shape of x, {tuple(plain.shape)}, "
+                f"got {tuple(out.shape)}"
+            )
+            raise ShapeError(msg)
         QuantizedStorage.check_writable(out)
-        wanted, held = self.describe_buffers(plain.shape), QuantizedStorage.inner_tensors(out)
-        found = {name: BufferSpec(tuple(t.shape), t.dtype) for name, t in held.items()}
-        if plain.shape != out.shape or wanted != found:
-            msg = (
-                f"{self.format_name}: out must have the shape {tuple(plain.shape)} and the buffers "
-                f"{list(wanted)} "
-                f"of {self}, "
-                f"got shape {tuple(out.shape)} and buffers {list(found)} of {out.quantizer}; "
-                f"quantize into a tensor made by this quantizer"
-            )
-            raise LayoutError(msg)
+        held = QuantizedStorage.inner_tensors(out)
         if noop is not None and (
             noop.dtype != torch.float32 or noop.numel() != 1 or noop.device != out.device
         ):
@@ -312,11 +333,25 @@ class Quantizer(OpaqueBase):
                 f"got {noop.dtype} of shape {tuple(noop.shape)} on {noop.device}"
             )
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
+        call = self._check_call(group=group, rng=rng)
         with torch.no_grad():
-            self.quantize_into_impl(plain.detach().to(out.device), held, noop)
-        now = self.replace(internal=out.quantizer.internal)
-        if now != out.quantizer:
-            out.quantizer = now
+            self.quantize_into_impl(plain.detach().to(out.device), held, noop, **call)
+
+    def call_arguments(self) -> tuple[str, ...]:
+        """Return which of ``group`` and ``rng`` this quantizer needs with every call.
+
+        A format whose options ask for one overrides this, and takes it in :meth:`quantize_impl`.
+        """
+        return ()
+
+    def _check_call(self, **given: Any) -> dict[str, Any]:
+        needed = self.call_arguments()
+        for name, value in given.items():
+            if (value is not None) != (name in needed):
+                rule = "needs" if name in needed else "takes no"
+                msg = f"{self.format_name}: {self} {rule} {name} with the call, got {value}"
+                raise UsageError(msg)
+        return {name: given[name] for name in needed}
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:
@@ -335,7 +370,7 @@ class Quantizer(OpaqueBase):
         self.check_shape(x.shape)
 
 
-def _define(cls: type[Quantizer]) -> None:
+def _define(cls: type[Any]) -> None:
     """Make ``cls`` a frozen dataclass, check its fields and register it with torch."""
     dataclass(frozen=True, kw_only=True)(cls)
     hints = typing.get_type_hints(cls)
@@ -346,31 +381,13 @@ def _define(cls: type[Quantizer]) -> None:
         ):
             msg = (
                 f"{cls.__name__}.{name} is a {kind}: a quantizer's field must be bool, int, float, "
-                "str "
-                "or an Enum, so that quantizers are values; "
-                "pass anything else as an argument of the call"
+                "str or an Enum, so that quantizers are values; pass anything else as an argument "
+                "of the call"
             )
             raise TypeError(msg)
-    cls._types = types  # type: ignore[attr-defined]  # read back by _field_types
+    cls._types = types  # read back by _field_types
     register_class(cls)
     register_value_type(cls, real=("with_usage", "replace"))
 
 
 _define(Quantizer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Which quantizer each operand of a layer gets.
-
-    Attributes:
-        name: shown in messages and tables, such as ``"mxfp8"``.
-        input: quantizer of a layer's input.
-        weight: quantizer of its weight.
-        grad_output: quantizer of the gradient that comes back.
-    """
-
-    name: str
-    input: Quantizer
-    weight: Quantizer
-    grad_output: Quantizer

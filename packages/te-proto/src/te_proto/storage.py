@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-import threading
+import inspect
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from te_proto._classes import class_id as class_id
+from te_proto._classes import find_class as find_class
+from te_proto._classes import register_class as register_class
+from te_proto._classes import source_name as source_name
 from te_proto._rebuild import rebuild
-from te_proto.errors import LayoutError, PluginError, ShapeError, UnknownFormatError, UsageError
+from te_proto.errors import ShapeError, UsageError
+from te_proto.layout import check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,14 +26,14 @@ if TYPE_CHECKING:
 InnerTensor = Annotated[Tensor | None, "inner tensor"]
 """Annotation of an inner tensor: its name and place among the annotations are the flatten order."""
 
-_CLASSES: dict[str, type[Any]] = {}
-
 
 class _Sourced:
     """Every storage class, as an attribute."""
 
 
-_LOCK = threading.Lock()
+def is_torch_tensor(value: Any) -> bool:
+    """Return whether torch sees ``value`` as a tensor; mypy thinks that no storage can be one."""
+    return isinstance(value, Tensor)
 
 
 class FlattenContext(NamedTuple):
@@ -51,7 +54,8 @@ class FlattenContext(NamedTuple):
     ) -> Any:
         """Assemble the tensor or storage from its inner tensors."""
         if issubclass(self.cls, Tensor):
-            return self.cls(inner, self.quantizer, shape, self.dtype, requires_grad=requires_grad)
+            make: Any = self.cls  # mypy would look for Tensor's own arguments
+            return make(inner, self.quantizer, shape, self.dtype, requires_grad=requires_grad)
         # dynamo constructs a plain object only of a class that it reaches from a global
         return getattr(_Sourced, self.cls.class_key)(inner, self.quantizer, shape, self.dtype)
 
@@ -90,9 +94,7 @@ class QuantizedStorage:
         names: dict[str, None] = {}
         for base in reversed(cls.__mro__):
             annotations = (
-                base.__dict__.get("__annotations__", {})
-                if issubclass(base, QuantizedStorage)
-                else {}
+                inspect.get_annotations(base) if issubclass(base, QuantizedStorage) else {}
             )
             names.update(
                 {
@@ -174,7 +176,7 @@ class QuantizedStorage:
         Raises:
             UsageError: a plane is asked for that is not held and cannot be derived.
         """
-        if isinstance(self, Tensor) and torch.compiler.is_compiling():
+        if is_torch_tensor(self) and torch.compiler.is_compiling():
             msg = (
                 f"{self.quantizer.format_name}: a compiled graph cannot see a plane dropped in "
                 "place; use with_usage()"
@@ -195,9 +197,8 @@ class QuantizedStorage:
         """Compute buffers of ``quantizer`` that are ``missing``; a format may override."""
         msg = (
             f"{quantizer.format_name}: the tensor does not hold {', '.join(missing)} and they "
-            "cannot be derived from "
-            f"{', '.join(self.inner_tensors()) or 'nothing'}; "
-            "quantize the high-precision tensor with that usage"
+            f"cannot be derived from {', '.join(self.inner_tensors()) or 'nothing'}; quantize the "
+            "high-precision tensor with that usage"
         )
         raise UsageError(msg)
 
@@ -206,9 +207,8 @@ class QuantizedStorage:
         if self.is_view_copy:
             msg = (
                 f"{self.quantizer.format_name}: the tensor of shape {tuple(self.shape)} is a slice "
-                "or transpose whose buffers "
-                "are copies, so a write would not reach the whole; write into the whole, "
-                "or into a .clone()"
+                "or transpose whose buffers are copies, so a write would not reach the whole; "
+                "write into the whole, or into a .clone()"
             )
             raise UsageError(msg)
 
@@ -226,8 +226,7 @@ class QuantizedStorage:
         """
         msg = (
             f"{self.quantizer.format_name}: a slice of axis {dim} does not keep the quantized "
-            "form; "
-            f"call .dequantize() first"
+            "form; call .dequantize() first"
         )
         raise ShapeError(msg)
 
@@ -257,11 +256,15 @@ class QuantizedStorage:
             raise UsageError(msg)
         return self.quantizer.dequantize_impl(inner, self.shape, dtype or self.dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by the inner tensors."""
-        # their own .nbytes refuses SymInts
-        return sum(t.numel() * t.itemsize for t in self.inner_tensors().values())
+    if TYPE_CHECKING:
+        nbytes: int  # as torch declares it: a quantized tensor derives from both
+    else:
+
+        @property
+        def nbytes(self) -> int:
+            """Bytes held by the inner tensors."""
+            # their own .nbytes refuses SymInts
+            return sum(t.numel() * t.itemsize for t in self.inner_tensors().values())
 
     def to(
         self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False
@@ -277,7 +280,8 @@ class QuantizedStorage:
         """Elements of the logical tensor."""
         return self.shape.numel()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    # mypy forgets the keyword of a typed dunder, which then differs from torch's
+    def __repr__(self, *, tensor_contents=None):  # type: ignore[no-untyped-def]
         # no values: a large tensor in a log line costs nothing, and a fake one has none
         buffers = ", ".join(
             f"{n}={str(t.dtype)[6:]}{list(t.shape)}" for n, t in self.inner_tensors().items()
@@ -292,7 +296,6 @@ class QuantizedStorage:
         return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        tensor = isinstance(self, Tensor)
         return rebuild, (
             class_id(type(self)),
             class_id(type(self.quantizer)),
@@ -300,93 +303,9 @@ class QuantizedStorage:
             self.inner_tensors(),
             tuple(self.shape),
             self.dtype,
-            bool(tensor and self.requires_grad),  # type: ignore[attr-defined]
+            getattr(self, "requires_grad", False),  # a bare storage has none
             self._extra_state(),
         )
-
-
-def class_id(cls: type[Any]) -> str:
-    """Return ``"module:Name"``, by which checkpoints and messages know a class."""
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def source_name(cls: type[Any]) -> str:
-    """Return a Python identifier for ``cls``; classes of one name from two modules get two."""
-    return re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
-
-
-def register_class(cls: type[Any]) -> None:
-    """Make ``cls`` known by its id.
-
-    Raises:
-        PluginError: another class has that id.
-    """
-    key = class_id(cls)
-    with _LOCK:
-        if _CLASSES.setdefault(key, cls) is not cls:
-            msg = (
-                f"two classes claim the name {key!r}; rename one, or do not import the module twice"
-            )
-            raise PluginError(msg)
-
-
-def find_class(key: str) -> Any:
-    """Return the storage, tensor or quantizer class of that id, loading its plugin if need be.
-
-    Only a class that is loaded or that an installed format names is found: a file cannot have an
-    arbitrary module imported.
-
-    Raises:
-        UnknownFormatError: no installed format has it; the message says what to install.
-    """
-    if key not in _CLASSES:
-        from te_proto import registry  # only a checkpoint read before its plugin needs it
-
-        for name in registry.available_formats():
-            with contextlib.suppress(PluginError):  # a broken plugin hides no other
-                spec = registry.describe(name)
-                if key in (spec.tensor, spec.storage, spec.quantizer):
-                    return registry.resolve(key)
-        distribution = key.split(":")[0].split(".")[0].replace("_", "-")
-        msg = (
-            f"no installed format provides the class {key!r}; "
-            f"install it with: pip install {distribution}"
-        )
-        raise UnknownFormatError(msg)
-    return _CLASSES[key]
-
-
-def check_layout(inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Sequence[int]) -> None:
-    """Raise :class:`LayoutError` unless ``inner`` is what ``quantizer`` describes for ``shape``."""
-    described = quantizer.describe_buffers(shape)
-    if list(inner) != list(described):
-        msg = (
-            f"{quantizer.format_name}: a tensor of shape {tuple(shape)} needs the inner tensors "
-            f"{list(described)} "
-            f"in this order, got {list(inner)}"
-        )
-        raise LayoutError(msg)
-    devices = {t.device for t in inner.values()}
-    if len(devices) > 1:
-        msg = (
-            f"{quantizer.format_name}: inner tensors must share one device, "
-            f"got {sorted(map(str, devices))}"
-        )
-        raise LayoutError(msg)
-    for name, spec in described.items():
-        tensor = inner[name]
-        if (
-            tuple(tensor.shape) != tuple(spec.shape)
-            or tensor.dtype != spec.dtype
-            or not tensor.is_contiguous()
-        ):
-            msg = (
-                f"{quantizer.format_name}: {name} of a tensor of shape {tuple(shape)} must be a "
-                f"contiguous {spec.dtype} "
-                f"of shape {tuple(spec.shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)} "
-                f"and strides {tensor.stride()}"
-            )
-            raise LayoutError(msg)
 
 
 def _device_of(inner: Mapping[str, Tensor]) -> torch.device:

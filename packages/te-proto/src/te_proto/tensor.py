@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
+from te_proto._classes import class_id
 from te_proto._ops import handlers
 from te_proto.errors import FallbackError, ShapeError
-from te_proto.storage import QuantizedStorage, check_layout, class_id
+from te_proto.layout import check_layout
+from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +97,7 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         *,
         requires_grad: bool = False,
     ) -> Self:
+        """Make the tensor that torch sees around the inner tensors."""
         if not torch.compiler.is_compiling():
             check_layout(inner, quantizer, shape)
         self: Self = Tensor._make_wrapper_subclass(
@@ -112,10 +115,11 @@ class QuantizedTensor(QuantizedStorage, Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to do after ``__new__``."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # the built-in is bound to no class, unlike the classmethod it stands for
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is a built-in, bound to no class
         cls,
         func: Any,
         types: Sequence[type],
@@ -168,7 +172,7 @@ class QuantizedTensor(QuantizedStorage, Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move, or change the nominal dtype; the codes stay as they are."""
-        out: Self = Tensor.to(self, *args, **kwargs)
+        out: Self = Tensor.to(self, *args, **kwargs)  # type: ignore[assignment]  # its op keeps the class
         return out
 
     def numel(self) -> int:
@@ -182,15 +186,14 @@ class QuantizedTensor(QuantizedStorage, Tensor):
     @property
     def data(self) -> Self:
         """The tensor outside autograd, sharing the buffers; assigning a tensor takes it over."""
-        return self.detach()
+        return self.detach()  # type: ignore[return-value]  # its op keeps the class
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape:
             msg = (
                 f"{self.quantizer.format_name}: data must be set to a tensor of shape "
-                f"{tuple(self.shape)}, "
-                f"got {tuple(value.shape)}"
+                f"{tuple(self.shape)}, got {tuple(value.shape)}"
             )
             raise ShapeError(msg)
         if (
@@ -208,9 +211,8 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         if id(self) in memo:
             known: Self = memo[id(self)]
             return known
-        out = self.like({n: t.clone() for n, t in self.inner_tensors().items()}).requires_grad_(
-            self.requires_grad
-        )
+        out = self.like({n: t.clone() for n, t in self.inner_tensors().items()})
+        out.requires_grad_(self.requires_grad)
         memo[id(self)] = out
         out.__dict__.update(copy.deepcopy(self._extra_state(), memo))
         if self.grad is not None:
@@ -289,9 +291,8 @@ def _announce(func: Any, q: QuantizedTensor) -> None:
     name = q.quantizer.format_name
     msg = (
         f"{name}: {func} has no quantized form and dequantizes its {type(q).__name__}: {q.nbytes} "
-        "bytes become "
-        f"{q.numel() * q.dtype.itemsize} of {str(q.dtype)[6:]}; call .dequantize() first, "
-        "or te_proto.fallback('allow')"
+        f"bytes become {q.numel() * q.dtype.itemsize} of {str(q.dtype)[6:]}; call .dequantize() "
+        "first, or te_proto.fallback('allow')"
     )
     if fallback._policy == "error":
         raise FallbackError(msg)

@@ -11,8 +11,8 @@ class ExampleStorage(QuantizedStorage):
     """Per plane int8 codes of the logical shape and float32 ``scale_inv``.
 
     Say here what slices, views, concatenation and transposition do with them, by overriding
-    ``narrow_inner``, ``view_inner``, ``cat_inner`` and ``transpose_inner``; without, a slice raises and
-    the others dequantize.
+    ``narrow_inner``, ``view_inner``, ``cat_inner`` and ``transpose_inner``; without, a slice raises
+    and the others dequantize.
     """
 
     rowwise_data: InnerTensor

@@ -10,19 +10,13 @@ import triton.language as tl
 @triton.jit
 def rowwise_scale_offset(row, block, blocks, SWIZZLED: tl.constexpr):
     """Byte offset of scale ``[row, block]``, int64; ``blocks`` is the padded count a row."""
-    if SWIZZLED:
-        return _tiled(row, block, blocks // 4)
-    else:  # noqa: RET505  # a branch of a constexpr: Triton compiles one
-        return row * blocks + block
+    return _tiled(row, block, blocks // 4) if SWIZZLED else row * blocks + block
 
 
 @triton.jit
 def columnwise_scale_offset(block, col, blocks, cols, SWIZZLED: tl.constexpr):
     """Byte offset of scale ``[block, col]``, int64; ``blocks`` and ``cols`` are padded counts."""
-    if SWIZZLED:
-        return _tiled(col, block, blocks // 4)
-    else:  # noqa: RET505  # a branch of a constexpr: Triton compiles one
-        return block * cols + col
+    return _tiled(col, block, blocks // 4) if SWIZZLED else block * cols + col
 
 
 @triton.jit

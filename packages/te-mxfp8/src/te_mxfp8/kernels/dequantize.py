@@ -8,8 +8,8 @@ Writes    out      [M, K] float32, bfloat16 or float16, contiguous.
 Grid      one axis, (cdiv(M, BM) * cdiv(K, BK),), K fastest; the ragged edge is masked.
 Numerics  one float32 product an element, exact above 2**-149, and one rounding to the type of out.
           HARDWARE takes the conversions of sm_89 and later; only the payload of a NaN may differ.
-Checked   tests/test_kernels_dequantize.py, on CPU by the exact interpreter;
-          tests/test_kernels_aot.py.
+Checked   tests/test_kernels_dequantize.py, on CPU by the exact interpreter and on GPU;
+          tests/test_kernels_aot.py, ahead of time.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def launch_dequantize(
     """Write the values of one plane into ``out``, whose dtype says how they are rounded.
 
     Args:
-        data: uint8 codes ``[..., K]``, copied only if their strides do not make a matrix
-            ``[M, K]``.
+        data: uint8 codes ``[..., K]``, copied only if they are not a view ``[M, K]``.
         scale_inv: the plane's scale buffer.
         out: float32, bfloat16 or float16 of the shape of ``data``, contiguous.
         dtype: ``"e4m3"`` or ``"e5m2"``.

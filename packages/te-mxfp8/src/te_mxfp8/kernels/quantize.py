@@ -11,8 +11,8 @@ Grid      one axis, (cdiv(round_up(M, 128), BM) * cdiv(round_up(K, 128), BK),), 
           the second grid axis of a GPU ends at 65535, which a long 1-d tensor passes.
 Numerics  maxima, bits and one exact-power-of-two product an element; no division, nothing to fuse.
           HARDWARE takes the conversions of sm_89 and later, with the same bits.
-Checked   tests/test_kernels_quantize.py, on CPU by the exact interpreter;
-          tests/test_kernels_aot.py.
+Checked   tests/test_kernels_quantize.py, on CPU by the exact interpreter and on GPU;
+          tests/test_kernels_aot.py, ahead of time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def quantize_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    if noop_ptr is not None:  # noqa: SIM102  # decided at compile time: there may be no load
+    if noop_ptr is not None:  # noqa: SIM102 -- decided when compiled, the inner one at run time
         if tl.load(noop_ptr) == 1.0:
             return
 
@@ -129,7 +129,7 @@ def launch_quantize(
     """Write the MXFP8 planes of ``x`` into ``buffers``, whose names say which planes.
 
     Args:
-        x: ``[..., K]``, copied only if its strides do not make a matrix ``[M, K]``.
+        x: ``[..., K]``, any strides; copied only if it is not a view ``[M, K]``.
         buffers: uint8, contiguous, in the shapes of :func:`te_mxfp8.layout.buffer_shapes`.
         dtype: ``"e4m3"`` or ``"e5m2"``.
         two_d: one scale per 32x32 block.
