@@ -119,10 +119,13 @@ def _view_as(q: Any, shape: Sequence[int]) -> Any:
     inner = q.view_inner(shape)
     if inner is None:
         return NotImplemented
-    held = {id(t) for t in q.inner_tensors().values()}
+    held = q.inner_tensors()
     out = q.like(inner, shape=shape)
-    scales = [t for n, t in inner.items() if tuple(t.shape) != tuple(shape)]
-    out.is_view_copy = q.is_view_copy or any(id(t) not in held for t in scales)
+    # codes of the logical shape are a view, or the scales beside them are copies too
+    others = {n: t for n, t in inner.items() if tuple(t.shape) != tuple(shape)}
+    out.is_view_copy = q.is_view_copy or not all(
+        t is held[n] or torch._C._is_alias_of(t, held[n]) for n, t in others.items()
+    )
     return out
 
 
@@ -227,9 +230,12 @@ def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not -size <= index < size:
         msg = f"select: index {index} is out of range for axis {dim} of size {size}"
         raise IndexError(msg)
-    if dim == q.dim() - 1:
-        return NotImplemented
-    piece = _narrow(q, dim, index % size, 1)
+    try:
+        piece = _narrow(q, dim, index % size, 1)
+    except ShapeError:
+        if dim == q.dim() - 1:
+            return NotImplemented  # one column is no slice of blocks, but may be read
+        raise
     return _view_as(piece, [n for d, n in enumerate(q.shape) if d != dim])
 
 

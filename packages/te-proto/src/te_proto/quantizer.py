@@ -223,9 +223,8 @@ class Quantizer(OpaqueBase):
 
     def create_metadata(self, dtype: torch.dtype) -> FlattenContext:
         """Return the flatten context of a tensor of nominal ``dtype`` that this quantizer makes."""
-        return FlattenContext(
-            self.storage_class if self.internal else self.tensor_class, self, dtype
-        )
+        cls = self.storage_class if self.internal else self.tensor_class
+        return FlattenContext(cls, self.at_rest(), dtype)
 
     def make_empty(
         self,
@@ -311,7 +310,7 @@ class Quantizer(OpaqueBase):
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
         self._check_input(plain)
         theirs = getattr(out, "quantizer", None)
-        if theirs is None or theirs.replace(internal=self.internal) != self:
+        if theirs is None or theirs.replace(internal=self.internal) != self.at_rest():
             msg = (
                 f"{self.format_name}: out must be described by {self}, "
                 f"got {theirs or type(out).__name__}; use its own quantizer, or quantize anew"
@@ -343,6 +342,15 @@ class Quantizer(OpaqueBase):
         A format whose options ask for one overrides this, and takes it in :meth:`quantize_impl`.
         """
         return ()
+
+    def at_rest(self) -> Self:
+        """Return the quantizer that a tensor made by this one keeps.
+
+        A format whose options concern a call and no buffer, such as a reduction of amax over a
+        group, overrides this and turns them off: what is later written into the tensor comes
+        without that group. It must describe the same buffers.
+        """
+        return self
 
     def _check_call(self, **given: Any) -> dict[str, Any]:
         needed = self.call_arguments()

@@ -21,6 +21,7 @@ from te_proto.layout import check_layout
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from te_proto.gemm import GemmOperand
     from te_proto.quantizer import Quantizer
 
 InnerTensor = Annotated[Tensor | None, "inner tensor"]
@@ -236,6 +237,19 @@ class QuantizedStorage:
 
     def transpose_inner(self) -> tuple[Quantizer, dict[str, Tensor]] | None:
         """Return quantizer and inner tensors of the 2-D transpose, or None if it is not exact."""
+        return None
+
+    # -- what a format may override: products ------------------------------------------------------
+
+    def gemm_operand(self, *, columnwise: bool) -> GemmOperand | None:
+        """Return the codes of one usage as ``torch.nn.functional.scaled_mm`` takes them.
+
+        Args:
+            columnwise: sum over the rows, all axes but the last together, instead of the last axis.
+
+        Returns:
+            The operand, or None where the product must be computed from dequantized values.
+        """
         return None
 
     # -- values, moving, saving -------------------------------------------------------------------
