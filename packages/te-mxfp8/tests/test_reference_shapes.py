@@ -175,30 +175,6 @@ def test_planes_never_share_memory() -> None:
             assert storages(quantize(torch.ones(shape), two_d=two_d)) == 4
 
 
-def off(i: int, j: int, tiles: int) -> int:
-    """Return the byte of scale ``(i, j)``, as the specification writes it."""
-    return ((i // 128) * tiles + (j // 4)) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + (j % 4)
-
-
-@pytest.mark.parametrize(("outer", "inner"), [(128, 4), (256, 12), (384, 8)])
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-def test_swizzle_puts_each_scale_where_the_formula_says(
-    outer: int, inner: int, columnwise: bool
-) -> None:
-    g = torch.Generator().manual_seed(11)
-    scale = torch.randint(256, (outer, inner), dtype=torch.uint8, generator=g)
-    expected = torch.empty(outer * inner, dtype=torch.uint8)
-    for i in range(outer):
-        for j in range(inner):
-            expected[off(i, j, inner // 4)] = scale[i, j]
-    compact = scale.t() if columnwise else scale
-    swizzled = reference.swizzle(compact, columnwise=columnwise)
-    assert_same_bits(swizzled, expected.view(compact.shape))
-    back = reference.unswizzle(swizzled, columnwise=columnwise)
-    assert back.is_contiguous()
-    assert_same_bits(back, compact)
-
-
 @pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
 def test_swizzled_scales_are_the_swizzle_of_compact_ones(two_d: bool) -> None:
     x = hostile((160, 96), seed=12)

@@ -4,36 +4,20 @@
 This module imports no torch. Sizes may be ``int`` or ``torch.SymInt``: only ``+ - * //`` are used,
 so nothing here specializes a dynamic size.
 
-A tensor of shape ``S`` is seen as a matrix ``[M, K]`` with ``K = S[-1]`` and ``M`` the product of
-the other sizes. The quantizer's description, the reference and the launchers all read this page.
+The quantizer's description, the reference and the launchers all read this page.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
+
+from te_proto.blocks import TILE_INNER, TILE_OUTER, matrix_shape, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BLOCK = 32
 """Elements that share one scale, along a row or down a column."""
-
-TILE_OUTER = 128
-"""Scales of one swizzle tile along the axis that is not cut into blocks."""
-
-TILE_INNER = 4
-"""Scales of one swizzle tile along the axis that is cut into blocks."""
-
-
-def round_up(size: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is not below ``size``."""
-    return (size + multiple - 1) // multiple * multiple
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return ``(M, K)`` of a logical shape with at least one axis; a 1-d shape has ``M = 1``."""
-    return math.prod(shape[:-1]), shape[-1]
 
 
 def scale_shape(m: int, k: int, *, columnwise: bool) -> tuple[int, int]:

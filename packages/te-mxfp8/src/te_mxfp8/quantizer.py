@@ -9,8 +9,9 @@ import torch
 
 from te_mxfp8 import ops
 from te_mxfp8._format import FORMAT
-from te_mxfp8.layout import BLOCK, buffer_shapes, matrix_shape, round_up
+from te_mxfp8.layout import BLOCK, buffer_shapes
 from te_mxfp8.tensor import MXFP8Storage, MXFP8Tensor
+from te_proto.blocks import matrix_shape, round_up
 from te_proto.errors import ShapeError
 from te_proto.layout import BufferSpec
 from te_proto.quantizer import Quantizer

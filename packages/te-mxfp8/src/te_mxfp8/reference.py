@@ -9,13 +9,28 @@ Shapes are the caller's to check: the rowwise plane needs ``K % 32 == 0``, the c
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.compiler import is_compiling
+from typing import TYPE_CHECKING
+
 from torch.nn.functional import pad
 
-from te_mxfp8.layout import BLOCK, TILE_INNER, TILE_OUTER, matrix_shape, round_up
-from te_proto.numerics import decode, decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode
+from te_mxfp8.layout import BLOCK
+from te_proto.blocks import TILE_INNER, TILE_OUTER, matrix_shape, round_up
+from te_proto.numerics import (
+    cut,
+    decode,
+    decode_e8m0,
+    e8m0_from_amax,
+    e8m0_reciprocal,
+    encode,
+    materialize,
+    swizzle,
+    unswizzle,
+    whole_tiles,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def quantize(
@@ -35,7 +50,7 @@ def quantize(
         rowwise: make the plane with one scale per 32 elements of a row.
         columnwise: make the plane with one scale per 32 rows of a column, from ``x`` again.
         two_d: one scale per 32x32 block; both planes then hold the same codes.
-        swizzled: store scales in the order of the GEMM, see :func:`swizzle`.
+        swizzled: store scales in the order of the GEMM, see :func:`te_proto.numerics.swizzle`.
 
     Returns:
         uint8 ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data`` and
@@ -46,13 +61,13 @@ def quantize(
         TransformerEngine, ``common/cast/mxfp8/quantize_mxfp8.cuh``.
     """
     m, k = matrix_shape(x.shape)
-    tiles = _whole_tiles(x.reshape(m, k))
+    tiles = whole_tiles(x.reshape(m, k))
     rows, columns = tiles.shape
     planes: dict[str, tuple[Tensor, Tensor]] = {}
     if two_d:
         blocks = tiles.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         codes, scale = _quantize_blocks(blocks, (1, 3), dtype)
-        data = _cut(codes.reshape(rows, columns), m, k)
+        data = cut(codes.reshape(rows, columns), m, k)
         by_row = scale.unsqueeze(1).expand(-1, BLOCK, -1).reshape(rows, columns // BLOCK)
         by_column = scale.unsqueeze(2).expand(-1, -1, BLOCK).reshape(rows // BLOCK, columns)
         # A plane may be dropped or written in place, so it never shares memory with the other.
@@ -62,11 +77,11 @@ def quantize(
     if rowwise and not two_d:
         blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
         codes, scale = _quantize_blocks(blocks, (2,), dtype)
-        planes["rowwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+        planes["rowwise"] = cut(codes.reshape(rows, columns), m, k), scale
     if columnwise and not two_d:
         blocks = tiles.reshape(rows // BLOCK, BLOCK, columns)
         codes, scale = _quantize_blocks(blocks, (1,), dtype)
-        planes["columnwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+        planes["columnwise"] = cut(codes.reshape(rows, columns), m, k), scale
 
     buffers: dict[str, Tensor] = {}
     for plane, on in (("rowwise", rowwise), ("columnwise", columnwise)):
@@ -102,7 +117,7 @@ def dequantize(
         out_dtype: float32, bfloat16 or float16.
     """
     m, k = matrix_shape(data.shape)
-    tiles = _whole_tiles(data.reshape(m, k))
+    tiles = whole_tiles(data.reshape(m, k))
     rows, columns = tiles.shape
     scale = decode_e8m0(unswizzle(scale_inv, columnwise=columnwise) if swizzled else scale_inv)
     if columnwise:
@@ -112,43 +127,7 @@ def dequantize(
         blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
         values = decode(blocks, dtype) * scale.unsqueeze(2)
     values = values.to(out_dtype).reshape(rows, columns)
-    return _cut(values, m, k).reshape(data.shape)
-
-
-def swizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
-    """Return a padded compact scale buffer in the order of the GEMM, in the same 2-D shape.
-
-    Tiles of 128 x 4 scales follow each other in row-major order, 512 bytes each; inside a tile
-    scale ``(i, j)`` is byte ``(i % 32) * 16 + (i // 32) * 4 + j``. ``i`` counts rows of a rowwise
-    and columns of a columnwise buffer, ``j`` blocks: a columnwise buffer is swizzled as its
-    transpose.
-    """
-    rows, columns = scale.shape
-    step_i, step_j = (1, columns) if columnwise else (columns, 1)
-    across = (rows if columnwise else columns) // TILE_INNER
-
-    # Byte 128 * quarter + rest. A permuted view would say the same, but a graph traced through it
-    # is guarded on whether there is one tile or more. Both indices are sums, so it is cheap.
-    quarter = torch.arange(rows * columns // 128, device=scale.device).unsqueeze(1)
-    rest = torch.arange(128, device=scale.device)
-    tile = quarter // 4
-    first_i = tile // across * TILE_OUTER + quarter % 4 * 8
-    first_j = tile % across * TILE_INNER
-    i = rest // 16 + rest % 16 // 4 * 32
-    j = rest % 4
-    source = (first_i * step_i + first_j * step_j) + (i * step_i + j * step_j)
-    return scale.reshape(-1)[source].view(scale.shape)
-
-
-def unswizzle(scale: Tensor, *, columnwise: bool) -> Tensor:
-    """Return a padded swizzled scale buffer in compact order, the inverse of :func:`swizzle`."""
-    rows, columns = scale.shape
-    across = (rows if columnwise else columns) // TILE_INNER
-    row = torch.arange(rows, device=scale.device).unsqueeze(1)
-    column = torch.arange(columns, device=scale.device)
-    i, j = (column, row) if columnwise else (row, column)
-    tile_row = i // TILE_OUTER * across * 512 + i % 32 * 16 + i % TILE_OUTER // 32 * 4
-    return scale.reshape(-1)[tile_row + (j // TILE_INNER * 512 + j % TILE_INNER)]
+    return cut(values, m, k).reshape(data.shape)
 
 
 def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
@@ -166,35 +145,12 @@ def store_scale(scale: Tensor, *, columnwise: bool, swizzled: bool) -> Tensor:
     return swizzle(padded, columnwise=columnwise) if swizzled else padded.contiguous()
 
 
-def _whole_tiles(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` padded with zeros to whole swizzle tiles, 128 rows and 128 columns.
-
-    The padding of the scale buffers is then what blocks of zeros get. A traced graph always pads:
-    a size rounded up to 128 is never 1, where ``M // 32`` could be and would be guarded on.
-    """
-    m, k = matrix.shape
-    if not is_compiling() and m % TILE_OUTER == 0 and k % TILE_OUTER == 0:
-        return matrix
-    return pad(matrix, (0, round_up(k, TILE_OUTER) - k, 0, round_up(m, TILE_OUTER) - m))
-
-
-def _cut(tiles: Tensor, m: int, k: int) -> Tensor:
-    """Return the first ``m`` rows and ``k`` columns, contiguous, in memory of their own."""
-    if not is_compiling() and tiles.shape == (m, k):
-        return tiles.contiguous()
-    # a graph always copies: to look would guard on whether there was padding
-    return tiles[:m, :k].clone(memory_format=torch.contiguous_format)
-
-
 def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:
     """Return codes of the shape of ``blocks``, and one scale byte for its ``axes`` together."""
     # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
     magnitudes = blocks.abs().masked_fill_(blocks != blocks, 0.0)
     scale = e8m0_from_amax(magnitudes.amax(axes).float(), dtype)
-    inverse = e8m0_reciprocal(scale)
-    # Inductor recomputes a pointwise value at each use, here 32 times; a reduction of 8 or more it
-    # stores. The maximum of 8 equal values halves the compiled time of both planes.
-    inverse = inverse.expand(8, *inverse.shape).amax(0)
+    inverse = materialize(e8m0_reciprocal(scale))
     for axis in axes:
         inverse = inverse.unsqueeze(axis)
     return encode(blocks * inverse, dtype), scale

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from te_mxfp8.layout import BLOCK, matrix_shape
+from te_mxfp8.layout import BLOCK
 from te_mxfp8.reference import compact_scale, store_scale
+from te_proto.blocks import matrix_shape
 from te_proto.errors import ShapeError
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor

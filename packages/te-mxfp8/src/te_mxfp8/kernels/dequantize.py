@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from te_mxfp8.kernels._launch import check_contiguous, current, has_float8_conversion
-from te_mxfp8.kernels._scales import columnwise_scale_offset, rowwise_scale_offset
-from te_mxfp8.layout import matrix_shape
-from te_proto.numerics.device import decode, decode_e8m0
+from te_proto.blocks import matrix_shape
+from te_proto.launch import check_contiguous, current, has_conversion
+from te_proto.numerics.device import (
+    columnwise_scale_offset,
+    decode,
+    decode_e8m0,
+    rowwise_scale_offset,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +107,7 @@ def launch_dequantize(
     Raises:
         LayoutError: ``out`` is not contiguous.
     """
-    check_contiguous("out", out)
+    check_contiguous("mxfp8", "out", out)
     m, k = matrix_shape(data.shape)
     if m == 0 or k == 0:
         return
@@ -121,7 +125,7 @@ def launch_dequantize(
             DTYPE=dtype,
             COLUMNWISE=columnwise,
             SWIZZLED=swizzled,
-            HARDWARE=has_float8_conversion(data.device) if hardware is None else hardware,
+            HARDWARE=has_conversion(data.device, (8, 9)) if hardware is None else hardware,
             BM=tile_m,
             BK=tile_k,
             num_warps=4,

@@ -22,10 +22,15 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from te_mxfp8.kernels._launch import check_contiguous, current, has_float8_conversion
-from te_mxfp8.kernels._scales import columnwise_scale_offset, rowwise_scale_offset
-from te_mxfp8.layout import TILE_OUTER, matrix_shape, round_up
-from te_proto.numerics.device import e8m0_from_amax, e8m0_reciprocal, encode
+from te_proto.blocks import TILE_OUTER, matrix_shape, round_up
+from te_proto.launch import check_contiguous, current, has_conversion
+from te_proto.numerics.device import (
+    columnwise_scale_offset,
+    e8m0_from_amax,
+    e8m0_reciprocal,
+    encode,
+    rowwise_scale_offset,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +163,7 @@ def launch_quantize(
         LayoutError: a buffer is not contiguous.
     """
     for name, buffer in buffers.items():
-        check_contiguous(name, buffer)
+        check_contiguous("mxfp8", name, buffer)
     m, k = matrix_shape(x.shape)
     if m == 0 or k == 0:
         return
@@ -183,7 +188,7 @@ def launch_quantize(
             COLUMNWISE="columnwise_data" in buffers,
             TWO_D=two_d,
             SWIZZLED=swizzled,
-            HARDWARE=has_float8_conversion(x.device) if hardware is None else hardware,
+            HARDWARE=has_conversion(x.device, (8, 9)) if hardware is None else hardware,
             BM=tile_m,
             BK=tile_k,
             num_warps=4,

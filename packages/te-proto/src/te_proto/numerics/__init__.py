@@ -30,6 +30,7 @@ from te_proto.numerics.formats import (
     element_format,
 )
 from te_proto.numerics.scales import decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode_e8m0
+from te_proto.numerics.tiles import cut, materialize, swizzle, unswizzle, whole_tiles
 
 __all__ = [
     "E2M1",
@@ -39,6 +40,7 @@ __all__ = [
     "E5M2",
     "E5M2_MAX",
     "ElementFormat",
+    "cut",
     "decode",
     "decode_e2m1",
     "decode_e4m3",
@@ -52,6 +54,10 @@ __all__ = [
     "encode_e4m3",
     "encode_e5m2",
     "encode_e8m0",
+    "materialize",
     "pack_e2m1",
+    "swizzle",
     "unpack_e2m1",
+    "unswizzle",
+    "whole_tiles",
 ]

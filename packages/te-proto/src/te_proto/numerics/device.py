@@ -268,3 +268,21 @@ def e8m0_reciprocal(codes):
     """Values ``2**(127 - code)``; 255 is NaN."""
     wide = codes.to(tl.int32)
     return _power_of_two(tl.where(wide == 255, 255, 254 - wide))
+
+
+@triton.jit
+def rowwise_scale_offset(row, block, blocks, SWIZZLED: tl.constexpr):
+    """Byte offset of scale ``[row, block]``, int64; ``blocks`` is the padded count a row."""
+    return _tiled(row, block, blocks // 4) if SWIZZLED else row * blocks + block
+
+
+@triton.jit
+def columnwise_scale_offset(block, col, blocks, cols, SWIZZLED: tl.constexpr):
+    """Byte offset of scale ``[block, col]``, int64; ``blocks`` and ``cols`` are padded counts."""
+    return _tiled(col, block, blocks // 4) if SWIZZLED else block * cols + col
+
+
+@triton.jit
+def _tiled(i, j, tiles):
+    tile = (i // 128) * tiles + j // 4
+    return tile * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher of this folder needs to know about a device and its buffers."""
+"""What the launcher of a Triton kernel needs to know about a device and its buffers.
+
+This module imports no triton.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from torch import Tensor
 from te_proto.errors import LayoutError
 
 
-def has_float8_conversion(device: torch.device) -> bool:
-    """Return whether the device converts float32 to float8 in hardware (sm_89 and later)."""
+def has_conversion(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Return whether ``device`` is an NVIDIA one of at least this compute capability.
+
+    float32 is converted to float8 in hardware from (8, 9), to E2M1 from (10, 0).
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= capability
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -23,7 +29,7 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def check_contiguous(name: str, buffer: Tensor) -> None:
+def check_contiguous(format_name: str, name: str, buffer: Tensor) -> None:
     """Refuse a buffer that a kernel, which writes rows one after another, would fill wrongly.
 
     Raises:
@@ -31,7 +37,7 @@ def check_contiguous(name: str, buffer: Tensor) -> None:
     """
     if not buffer.is_contiguous():
         msg = (
-            f"mxfp8: {name} must be contiguous to be written in place, got strides "
+            f"{format_name}: {name} must be contiguous to be written in place, got strides "
             f"{tuple(buffer.stride())} for shape {tuple(buffer.shape)}; write into a new buffer"
         )
         raise LayoutError(msg)
