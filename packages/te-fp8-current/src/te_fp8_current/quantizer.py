@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from typing_extensions import Self
+
+
+_FLT_MAX = torch.finfo(torch.float32).max
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
@@ -56,8 +58,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
         super().__post_init__()
         if self.dtype not in FORMAT.elements:
             self._refuse("dtype", f"must be one of {', '.join(FORMAT.elements)}", self.dtype)
-        if not 0.0 <= self.amax_epsilon < math.inf:
-            self._refuse("amax_epsilon", "must be a finite number >= 0", self.amax_epsilon)
+        if not 0.0 <= self.amax_epsilon <= _FLT_MAX:
+            self._refuse("amax_epsilon", f"must be from 0 to {_FLT_MAX}", self.amax_epsilon)
 
     def alignment(self) -> tuple[int, int]:
         """Return ``(1, 1)``: there are no blocks."""
