@@ -39,9 +39,7 @@ def quantize(x: Any, q: Any) -> Any:
     return q.quantize(x)
 
 
-@custom_op(
-    "te_toy::dequantize", outputs=lambda t, dtype=torch.float32: plain_like(t, dtype=dtype)
-)
+@custom_op("te_toy::dequantize", outputs=lambda t, dtype=torch.float32: plain_like(t, dtype=dtype))
 def dequantize(t: Any, dtype: torch.dtype = torch.float32) -> Any:
     return t.dequantize(dtype)
 
@@ -86,7 +84,11 @@ def fill_both(a: Any, b: Any, x: Any) -> None:
 )
 def linear(x: Any, w: Any, bias: Any, q: Any) -> Any:
     xq = q.quantize(x)
-    y = xq.dequantize() @ w.dequantize().t() if isinstance(w, QuantizedStorage) else xq.dequantize() @ w.t()
+    y = (
+        xq.dequantize() @ w.dequantize().t()
+        if isinstance(w, QuantizedStorage)
+        else xq.dequantize() @ w.t()
+    )
     return y if bias is None else y + bias, xq
 
 
@@ -104,7 +106,9 @@ def _backward(ctx: Any, grad: Tensor, of_quantized: None) -> Any:
     assert of_quantized is None
     x, w = ctx.saved_tensors
     given_w, bias = ctx.kinds
-    of_w = None if isinstance(given_w, QuantizedStorage) else grad.t() @ ctx.q.quantize(x).dequantize()
+    of_w = (
+        None if isinstance(given_w, QuantizedStorage) else grad.t() @ ctx.q.quantize(x).dequantize()
+    )
     return grad @ w, of_w, None if bias is None else grad.sum(0), None
 
 
@@ -236,7 +240,10 @@ def test_argument_of_another_kind_is_refused_by_name(value: Any, kind: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "te_toy::none: an op either has outputs, a function of prototypes, or names the arguments it mutates"),
+        (
+            {},
+            "te_toy::none: an op either has outputs, a function of prototypes, or names the arguments it mutates",
+        ),
         (
             {"outputs": lambda x: x, "mutates": ("x",)},
             "te_toy::none: an op either has outputs, a function of prototypes, or names the arguments it mutates",
@@ -255,7 +262,11 @@ def test_definition_that_makes_no_sense_is_refused(options: Any, message: str) -
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_fake_results_have_the_layout_of_real_ones(device: str) -> None:
-    real = [*all_forms(**every_argument()), quantize(values(8, 12), Q), dequantize(Q.quantize(values(4, 8)))]
+    real = [
+        *all_forms(**every_argument()),
+        quantize(values(8, 12), Q),
+        dequantize(Q.quantize(values(4, 8))),
+    ]
     with FakeTensorMode() as mode:
 
         def fake(value: Any) -> Any:
@@ -439,7 +450,9 @@ def test_check_is_off_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("q", [Q, INTERNAL], ids=["tensor", "storage"])
 def test_gradients_are_those_of_eager_autograd(q: Any) -> None:
     def leaves() -> list[Tensor]:
-        return [t.requires_grad_() for t in (values(8, 12), values(4, 12, seed=1), values(4, seed=2))]
+        return [
+            t.requires_grad_() for t in (values(8, 12), values(4, 12, seed=1), values(4, seed=2))
+        ]
 
     grad = values(8, 4, seed=3)
     x, w, bias = leaves()

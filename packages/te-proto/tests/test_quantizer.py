@@ -384,7 +384,9 @@ def test_quantize_into_takes_a_quantized_source() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(lambda: Q.replace(block=8, columnwise=False).quantize(values(4, 8)), id="block"),
+        pytest.param(
+            lambda: Q.replace(block=8, columnwise=False).quantize(values(4, 8)), id="block"
+        ),
         pytest.param(lambda: Q.quantize(values(4, 8)), id="usage"),
         pytest.param(
             lambda: Q.replace(columnwise=False, rounding=Rounding.ZERO).quantize(values(4, 8)),
