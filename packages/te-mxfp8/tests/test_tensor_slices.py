@@ -44,8 +44,8 @@ def quantizers(options: Options) -> list[MXFP8Quantizer]:
     return [MXFP8Quantizer(**fields) for fields in options]
 
 
-def ways(quantizer: MXFP8Quantizer, shape: tuple[int, ...], dim: int) -> int:
-    """Return the unit along ``dim`` at which no block of a plane that is on is cut."""
+def unit_of(quantizer: MXFP8Quantizer, shape: tuple[int, ...], dim: int) -> int:
+    """Return the unit along ``dim`` that cuts no block of a plane that is on; 0 if all do."""
     two_d = quantizer.with_2d_quantization
     if dim == len(shape) - 1:
         return 32 if quantizer.rowwise or two_d else 1
@@ -76,7 +76,7 @@ def test_slice_is_exact_where_no_block_is_cut_and_refused_elsewhere(
         for dim, (start, length) in itertools.product(range(len(shape)), cases):
             if start + length > shape[dim]:
                 continue
-            unit = ways(quantizer, shape, dim)
+            unit = unit_of(quantizer, shape, dim)
             whole = unit and start % unit == length % unit == 0
             if length == shape[dim] or whole:
                 piece = q.narrow(dim, start, length)
