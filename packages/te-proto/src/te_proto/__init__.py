@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from te_proto.__about__ import __version__
+from te_proto._rebuild import allow_in_checkpoints
 
 if TYPE_CHECKING:
     from te_proto.custom_ops import custom_op
@@ -60,6 +61,8 @@ __all__ = [
     "get_recipe",
     "to_tensor_proto",
 ]
+
+allow_in_checkpoints()
 
 
 def __getattr__(name: str) -> Any:

@@ -126,7 +126,8 @@ class TensorProto:
         if (tuple(data.shape), data.dtype) != (self.shape, self.dtype) or not data.is_contiguous():
             msg = (
                 f"data of a plain prototype must be a contiguous {self.dtype} of shape "
-                f"{self.shape}, got {data.dtype} of shape {tuple(data.shape)} and strides {data.stride()}"
+                f"{self.shape}, got {data.dtype} of shape {tuple(data.shape)} and strides "
+                f"{data.stride()}"
             )
             raise LayoutError(msg)
 

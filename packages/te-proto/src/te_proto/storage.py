@@ -105,8 +105,7 @@ class QuantizedStorage:
             )
         cls.inner_names = tuple(names)
         register_class(cls)
-        # dynamo takes an attribute's name only without dots
-        cls.class_key = "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in class_id(cls))
+        cls.class_key = source_name(cls)
         setattr(_Sourced, cls.class_key, cls)
 
     def __init__(
@@ -349,6 +348,3 @@ def restore_from_saved(objects: Iterable[Any], saved: Sequence[Tensor | None]) -
             out.append(context.build(dict(zip(names, saved[at:], strict=False)), shape))
             at += len(names)
     return out
-
-
-torch.serialization.add_safe_globals([rebuild])
