@@ -358,8 +358,8 @@ for fn in (by_input, by_op):
             x = values(8, 16) * 4
             t = ToyQuantizer(ceiling=ceiling, columnwise=False).quantize(x)
             out = torch.compile(fn, fullgraph=True)(t, x)
-            print(fn.__name__, ceiling, torch.equal(out, fn(t, x)), counts.fx_hits, counts.fx_misses,
-                  counts.fx_bypasses)
+            right = torch.equal(out, fn(t, x))
+            print(fn.__name__, ceiling, right, counts.fx_hits, counts.fx_misses, counts.fx_bypasses)
 """
 
 
