@@ -368,7 +368,7 @@ def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor]
                     f"got {getattr(real, what)}"
                 )
                 raise LayoutError(msg)
-        inner = {"data": result}
+        inner: dict[str, Any] = {"data": result}
         if isinstance(result, QuantizedStorage):
             cls, inner = proto.create_metadata().cls, result.inner_tensors()
             if type(result) is not cls:
