@@ -50,6 +50,13 @@ def test_deepcopy_has_memory_of_its_own_and_keeps_everything_else() -> None:
     assert out.tag["name"] is not q.tag["name"]
 
 
+def test_deepcopy_of_a_tensor_that_refers_to_itself_ends() -> None:
+    q = quantized(8, 8)
+    q.me = [q]
+    out = copy.deepcopy(q)
+    assert out.me[0] is out
+
+
 def test_deepcopy_of_a_module_keeps_parameters_and_ties() -> None:
     class Tied(Module):
         def __init__(self) -> None:
