@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code runs: the Triton kernels on CUDA tensors, the reference everywhere else.
+"""Which code runs: ops on CUDA tensors, which launch the Triton kernels, the reference elsewhere.
 
-On CUDA tensors it is ops, so that a graph keeps the kernels whole and a fake answers from the
-layout alone, without Triton too: their body is the reference then. Elsewhere the reference is no
-op: Inductor fuses it with its neighbours.
+An op is kept whole in a CUDA graph, and a fake answers from the layout alone, also where triton is
+absent; then the op runs the reference. The CPU meets no op: Inductor fuses the reference with its
+neighbours.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ def dequantize(storage: MXFP8Storage, dtype: torch.dtype) -> Tensor:
     ),
 )
 def quantize_op(x: Tensor, quantizer: MXFP8Quantizer) -> MXFP8Storage:
-    """Quantize with the Triton kernel, where there is Triton."""
+    """Quantize a CUDA tensor."""
+    context = quantizer.create_metadata(x.dtype)
     if not _HAS_TRITON:
-        context = quantizer.create_metadata(x.dtype)
-        made: MXFP8Storage = context.build(_reference_quantize(x, quantizer), x.shape)
-        return made
-    out: MXFP8Storage = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
+        plain: MXFP8Storage = context.build(_reference_quantize(x, quantizer), x.shape)
+        return plain
+    out: MXFP8Storage = context.build(quantizer.alloc_tensors(x.shape, x.device), x.shape)
     _launch(x, out, None)
     return out
 
 
 @custom_op("te_mxfp8::quantize_into", mutates=("out",))
 def quantize_into_op(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
-    """Quantize into the buffers of ``out`` with the Triton kernel, where there is Triton."""
+    """Quantize a CUDA tensor into the buffers of ``out``."""
     if _HAS_TRITON:
         _launch(x, out, noop)
     else:
@@ -85,7 +85,7 @@ def quantize_into_op(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
     outputs=lambda q, dtype: TensorProto(shape=q.shape, dtype=dtype, device=q.device),
 )
 def dequantize_op(q: MXFP8Storage, dtype: torch.dtype) -> Tensor:
-    """Dequantize with the Triton kernel, where there is Triton."""
+    """Dequantize a CUDA tensor."""
     if not _HAS_TRITON:
         return _reference_dequantize(q, dtype)
     from te_mxfp8.kernels.dequantize import launch_dequantize  # imports triton
