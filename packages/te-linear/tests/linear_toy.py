@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from te_proto.errors import ShapeError
-from te_proto.quantizer import Recipe
+from te_proto.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "templates/plugin/src"))
 
-from te_example.quantizer import ExampleQuantizer  # noqa: E402  # not installed beside te-linear
+from te_example.quantizer import ExampleQuantizer  # not installed beside te-linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

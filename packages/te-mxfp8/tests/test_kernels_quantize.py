@@ -94,6 +94,13 @@ def test_every_option(
     check(x, planes, dtype=dtype, two_d=two_d, swizzled=swizzled, tile=WHOLE)
 
 
+@pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
+def test_blocks_of_nan_alone(two_d: bool, device: torch.device) -> None:
+    x = torch.full((64, 64), math.nan, device=device)
+    x[:32, :32] = 1.0
+    check(x, two_d=two_d, tile=WHOLE)
+
+
 @pytest.mark.parametrize("tile", [TILE, (64, 64)], ids=str)
 @pytest.mark.parametrize("swizzled", [False, True], ids=["compact", "swizzled"])
 @pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])

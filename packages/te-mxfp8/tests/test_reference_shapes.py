@@ -234,7 +234,8 @@ def test_compiled_equals_eager_in_one_graph(
         compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend=backend)
         for m in (32, 64, 96, 128, 160):
             block = (32, 32) if two_d else (1, 32)
-            x = hostile((m, 96), x_dtype, seed=m, block=block, nonfinite=True)
+            # Inductor shares a buffer between two planes only where nothing is padded
+            x = hostile((m, 128 if two_d else 96), x_dtype, seed=m, block=block, nonfinite=True)
             out, values = compiled(x)
             expected_out, expected_values = there_and_back(x)
             assert_same_buffers(out, expected_out)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A format to test the core with: int8 codes and float32 scales, real arithmetic, every layout rule.
+"""A format to test the core with: int8 codes, float32 scales, every layout rule.
 
 Codes have the logical shape in both planes. With ``block = 0`` a scale covers a whole row or column
-and any shape will do; otherwise ``block`` elements along it, and the axis must be a multiple. Scales
-are ``[M, K // block]`` rowwise and ``[M // block, K]`` columnwise, the other way round with
+and any shape will do; otherwise ``block`` elements along it, and the axis must be a multiple.
+Scales are ``[M, K // block]`` rowwise and ``[M // block, K]`` columnwise, the other way round with
 ``optimize_for_gemm``.
 """
 
@@ -44,7 +44,7 @@ class ToyStorage(QuantizedStorage):
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
         q = self.quantizer
         assert isinstance(q, ToyQuantizer)
-        if tuple(shape[-1:]) != tuple(self.shape[-1:]) and (
+        if _matrix(shape)[1] != _matrix(self.shape)[1] and (
             q.columnwise or q.optimize_for_gemm or not q.block or not shape or shape[-1] % q.block
         ):
             return None
@@ -151,9 +151,7 @@ class ToyQuantizer(Quantizer):
                 out[f"{plane}_scale_inv"] = BufferSpec(scale, torch.float32)
         return out
 
-    def quantize_impl(
-        self, x: Tensor, out: dict[str, Tensor] | None = None, noop: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
         m, k = _matrix(x.shape)
         matrix = x.reshape(m, k).float().clamp(-self.ceiling, self.ceiling)
         made = {}
@@ -166,12 +164,7 @@ class ToyQuantizer(Quantizer):
             codes, scale = self._encode(blocks)
             made["columnwise_data"] = _dense(codes.transpose(1, 2).reshape(x.shape))
             made["columnwise_scale_inv"] = self.store(scale)
-        if out is None:
-            return made
-        for name, buffer in out.items():
-            kept = made[name] if noop is None else torch.where(noop == 1.0, buffer, made[name])
-            buffer.copy_(kept)
-        return out
+        return made
 
     def _encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scale_inv of blocks along the last axis."""
@@ -201,7 +194,7 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 def _dense(t: Tensor) -> Tensor:
     """Return ``t`` with the strides of a fresh allocation, those of size-1 axes included."""
-    return t.reshape(-1).view(t.shape)
+    return t.contiguous().reshape(-1).view(t.shape)
 
 
 def _cut(size: int, block: int) -> tuple[int, int]:

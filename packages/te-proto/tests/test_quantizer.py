@@ -25,11 +25,26 @@ from te_proto.errors import (
     UsageError,
 )
 
+Q = ToyQuantizer()
 ODD = ToyQuantizer(rounding=Rounding.ZERO, ceiling=-math.inf, note='it\'s "odd"', block=0)
 
 
 class OptionsQuantizer(ToyQuantizer):
     bias: float = 0.5
+
+
+class ShiftedQuantizer(ToyQuantizer):
+    """Adds the first number of ``rng``, to show that it arrives."""
+
+    shifted: bool = True
+
+    def call_arguments(self) -> tuple[str, ...]:
+        return ("rng",) if self.shifted else ()
+
+    def quantize_impl(
+        self, x: torch.Tensor, rng: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        return super().quantize_impl(x if rng is None else x + rng[0])
 
 
 class SamePlain(ToyQuantizer):
@@ -350,16 +365,6 @@ def test_quantize_into_keeps_the_memory_and_writes_what_quantize_gives(
     assert codes_of(out) == codes_of(q.quantize(values(8, 8, seed=2)))
 
 
-def test_quantize_into_uses_the_arithmetic_of_the_quantizer_and_hands_it_over() -> None:
-    out = ToyQuantizer().quantize(values(4, 8))
-    towards_zero = ToyQuantizer(rounding=Rounding.ZERO)
-    towards_zero.quantize_into(values(4, 8), out)
-    assert out.quantizer == towards_zero
-    assert codes_of(out) == codes_of(towards_zero.quantize(values(4, 8)))
-    towards_zero.replace(internal=True).quantize_into(values(4, 8), out)
-    assert out.quantizer == towards_zero  # a tensor stays one
-
-
 @pytest.mark.parametrize(("flag", "written"), [(1.0, False), (0.0, True), (0.5, True)])
 def test_noop_of_exactly_one_leaves_every_byte(flag: float, written: bool) -> None:
     q = ToyQuantizer()
@@ -376,26 +381,35 @@ def test_quantize_into_takes_a_quantized_source() -> None:
     assert codes_of(out) == codes_of(q.quantize(source.dequantize()))
 
 
-def test_quantize_into_another_layout_is_refused_and_writes_nothing() -> None:
-    out = ToyQuantizer(columnwise=False).quantize(values(4, 8))
-    before = codes_of(out)
-    for q, x in (
-        (ToyQuantizer(), values(4, 8, seed=1)),
-        (ToyQuantizer(columnwise=False, block=8), values(4, 8, seed=1)),
-        (ToyQuantizer(columnwise=False), values(8, 4, seed=1)),
-        (ToyQuantizer(columnwise=False, optimize_for_gemm=True), values(4, 8, seed=1)),
-    ):
-        with pytest.raises(
-            LayoutError, match=r"^toy: out must have the shape \(\d, \d\) and the buf"
-        ):
-            q.quantize_into(x, out)
-    assert codes_of(out) == before
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(lambda: Q.replace(block=8, columnwise=False).quantize(values(4, 8)), id="block"),
+        pytest.param(lambda: Q.quantize(values(4, 8)), id="usage"),
+        pytest.param(
+            lambda: Q.replace(columnwise=False, rounding=Rounding.ZERO).quantize(values(4, 8)),
+            id="arithmetic",
+        ),
+        pytest.param(lambda: SamePlain(columnwise=False).quantize(values(4, 8)), id="class"),
+        pytest.param(lambda: values(4, 8), id="plain"),
+    ],
+)
+def test_quantize_into_what_another_quantizer_describes_is_refused(given: Any) -> None:
+    out, q = given(), Q.replace(columnwise=False)
+    before = codes_of(out) if isinstance(out, ToyTensor) else out.tolist()
+    message = (
+        f"toy: out must be described by {q}, got {getattr(out, 'quantizer', 'Tensor')}; "
+        "use its own quantizer, or quantize anew"
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(message)}$"):
+        q.quantize_into(values(4, 8, seed=1), out)
+    assert (codes_of(out) if isinstance(out, ToyTensor) else out.tolist()) == before
 
 
-def test_quantize_into_something_else_is_refused() -> None:
-    for out in (torch.zeros(4, 8), SamePlain().make_empty((4, 8), device="cpu")):
-        with pytest.raises(LayoutError, match="^toy: out must be a tensor of this format, got T"):
-            ToyQuantizer().quantize_into(values(4, 8), out)
+def test_quantize_into_another_shape_is_refused() -> None:
+    message = "toy: out must have the shape of x, (8, 4), got (4, 8)"
+    with pytest.raises(ShapeError, match=f"^{re.escape(message)}$"):
+        Q.quantize_into(values(8, 4), Q.quantize(values(4, 8)))
 
 
 def test_noop_of_another_kind_is_refused() -> None:
@@ -407,6 +421,39 @@ def test_noop_of_another_kind_is_refused() -> None:
     for noop in (torch.zeros(2), torch.zeros(1, device="meta")):
         with pytest.raises(DeviceError, match="^toy: noop must be one float32 element on cpu"):
             ToyQuantizer().quantize_into(values(4, 8), out, noop=noop)
+
+
+# -- arguments of the call ----------------------------------------------------------------------
+
+
+def test_call_argument_reaches_the_format_and_changes_no_field() -> None:
+    q, rng = ShiftedQuantizer(), torch.tensor([3, 0])
+    want = codes_of(Q.quantize(values(4, 8) + 3))
+    assert codes_of(q.quantize(values(4, 8), rng=rng)) == want
+    out = q.make_empty((4, 8), device="cpu")
+    q.quantize_into(values(4, 8), out, rng=rng)
+    assert codes_of(out) == want
+    assert q == ShiftedQuantizer()
+
+
+@pytest.mark.parametrize(
+    ("q", "given", "rule"),
+    [
+        (ShiftedQuantizer(), {}, "needs rng with the call, got None"),
+        (ShiftedQuantizer(shifted=False), {"rng": "r"}, "takes no rng with the call, got r"),
+        (ToyQuantizer(), {"group": "dp"}, "takes no group with the call, got dp"),
+    ],
+    ids=["missing", "not-with-these-options", "not-in-this-format"],
+)
+def test_call_argument_that_is_missing_or_of_no_use_is_refused(
+    q: Any, given: dict[str, Any], rule: str
+) -> None:
+    out = Q.make_empty((4, 8), device="cpu") if type(q) is ToyQuantizer else None
+    with pytest.raises(UsageError, match=f"^{re.escape(f'toy: {q} {rule}')}$"):
+        q.quantize(values(4, 8), **given)
+    if out is not None:
+        with pytest.raises(UsageError, match=f"^{re.escape(f'toy: {q} {rule}')}$"):
+            q.quantize_into(values(4, 8), out, **given)
 
 
 # -- what the base gives ------------------------------------------------------------------------

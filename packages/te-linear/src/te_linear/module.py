@@ -15,7 +15,7 @@ from te_proto.proto import TensorProto, to_tensor_proto
 from te_proto.storage import prepare_for_saving, restore_from_saved
 
 if TYPE_CHECKING:
-    from te_proto.quantizer import Recipe
+    from te_proto.recipe import Recipe
 
 
 class _Linear(torch.autograd.Function):

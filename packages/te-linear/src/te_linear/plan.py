@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_proto.errors import DtypeError, ShapeError, UsageError
+from te_proto.layout import INPUT_DTYPES
 from te_proto.proto import TensorProto
-from te_proto.quantizer import INPUT_DTYPES, Quantizer, Recipe
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from te_proto.quantizer import Quantizer
+    from te_proto.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

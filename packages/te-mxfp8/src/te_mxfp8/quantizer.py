@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -12,7 +12,8 @@ from te_mxfp8._format import FORMAT
 from te_mxfp8.layout import BLOCK, buffer_shapes, matrix_shape, round_up
 from te_mxfp8.tensor import MXFP8Storage, MXFP8Tensor
 from te_proto.errors import ShapeError
-from te_proto.quantizer import BufferSpec, Quantizer
+from te_proto.layout import BufferSpec
+from te_proto.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +82,9 @@ class MXFP8Quantizer(Quantizer):
         """Quantize ``x``; see :func:`te_mxfp8.reference.quantize` for the arithmetic."""
         return ops.quantize(x, self)
 
-    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+    def quantize_into_impl(
+        self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None, **call: Any
+    ) -> None:
         """Quantize ``x`` into ``out``, with the kernel where it runs."""
         if not ops.quantize_into(x, self, out, noop):
             super().quantize_into_impl(x, out, noop)

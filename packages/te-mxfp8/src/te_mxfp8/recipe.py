@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from te_mxfp8.quantizer import MXFP8Quantizer
 from te_proto.errors import QuantizerError
-from te_proto.quantizer import Recipe
+from te_proto.recipe import Recipe
 
 
 def MXFP8BlockScaling(  # noqa: N802  # the field's name of the recipe

@@ -43,7 +43,7 @@ def quantize(
         padding is zero.
 
     Source:
-        TransformerEngine, ``common/cast/mxfp8/quantize_mxfp8.cuh``; OCP MX v1.0 for the codes.
+        TransformerEngine, ``common/cast/mxfp8/quantize_mxfp8.cuh``.
     """
     m, k = matrix_shape(x.shape)
     tiles = _whole_tiles(x.reshape(m, k))
@@ -53,29 +53,29 @@ def quantize(
         blocks = tiles.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         codes, scale = _quantize_blocks(blocks, (1, 3), dtype)
         data = _cut(codes.reshape(rows, columns), m, k)
-        if rowwise:
-            repeated = scale.unsqueeze(1).expand(-1, BLOCK, -1)
-            planes["rowwise"] = data, repeated.reshape(rows, columns // BLOCK)
-        if columnwise:
-            # A plane may be dropped or written in place, so it never shares memory with the other.
-            # Inductor removes a clone, and returns one buffer twice; x | 0 it computes.
-            data = data.bitwise_or(0) if rowwise else data
-            repeated = scale.unsqueeze(2).expand(-1, -1, BLOCK)
-            planes["columnwise"] = data, repeated.reshape(rows // BLOCK, columns)
-    else:
-        if rowwise:
-            blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
-            codes, scale = _quantize_blocks(blocks, (2,), dtype)
-            planes["rowwise"] = _cut(codes.reshape(rows, columns), m, k), scale
-        if columnwise:
-            blocks = tiles.reshape(rows // BLOCK, BLOCK, columns)
-            codes, scale = _quantize_blocks(blocks, (1,), dtype)
-            planes["columnwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+        by_row = scale.unsqueeze(1).expand(-1, BLOCK, -1).reshape(rows, columns // BLOCK)
+        by_column = scale.unsqueeze(2).expand(-1, -1, BLOCK).reshape(rows // BLOCK, columns)
+        # A plane may be dropped or written in place, so it never shares memory with the other.
+        # Inductor removes a clone, and returns one buffer twice; x | 0 it computes.
+        copy = data.bitwise_or(0) if rowwise and columnwise else data
+        planes = {"rowwise": (data, by_row), "columnwise": (copy, by_column)}
+    if rowwise and not two_d:
+        blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
+        codes, scale = _quantize_blocks(blocks, (2,), dtype)
+        planes["rowwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+    if columnwise and not two_d:
+        blocks = tiles.reshape(rows // BLOCK, BLOCK, columns)
+        codes, scale = _quantize_blocks(blocks, (1,), dtype)
+        planes["columnwise"] = _cut(codes.reshape(rows, columns), m, k), scale
+
     buffers: dict[str, Tensor] = {}
-    for plane, (data, scale) in planes.items():
-        buffers[f"{plane}_data"] = data.reshape(x.shape)
-        scale = swizzle(scale, columnwise=plane == "columnwise") if swizzled else scale
-        buffers[f"{plane}_scale_inv"] = scale
+    for plane, on in (("rowwise", rowwise), ("columnwise", columnwise)):
+        if on:
+            data, scale = planes[plane]
+            buffers[f"{plane}_data"] = data.reshape(x.shape)
+            if swizzled:
+                scale = swizzle(scale, columnwise=plane == "columnwise")
+            buffers[f"{plane}_scale_inv"] = scale
     return buffers
 
 

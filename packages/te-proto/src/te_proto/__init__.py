@@ -10,11 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from te_proto.__about__ import __version__
+from te_proto._rebuild import allow_in_checkpoints
 
 if TYPE_CHECKING:
     from te_proto.custom_ops import custom_op
+    from te_proto.layout import BufferSpec
     from te_proto.proto import TensorProto, eval_proto, to_tensor_proto
-    from te_proto.quantizer import BufferSpec, Quantizer, Recipe
+    from te_proto.quantizer import Quantizer
+    from te_proto.recipe import Recipe
     from te_proto.registry import available_formats, describe, get_quantizer, get_recipe
     from te_proto.spec import PROTOCOL, FormatSpec
     from te_proto.storage import QuantizedStorage
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "PROTOCOL": "spec",
-    "BufferSpec": "quantizer",
+    "BufferSpec": "layout",
     "FormatSpec": "spec",
     "QuantizedStorage": "storage",
     "QuantizedTensor": "tensor",
     "Quantizer": "quantizer",
-    "Recipe": "quantizer",
+    "Recipe": "recipe",
     "TensorProto": "proto",
     "available_formats": "registry",
     "custom_op": "custom_ops",  # a module of the same name would stand in its place
@@ -58,6 +61,8 @@ __all__ = [
     "get_recipe",
     "to_tensor_proto",
 ]
+
+allow_in_checkpoints()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from typing import Any
 
@@ -20,8 +19,8 @@ def class_id(cls: type[Any]) -> str:
 
 
 def source_name(cls: type[Any]) -> str:
-    """Return a Python identifier for ``cls``; classes of one name from two modules get two."""
-    return re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
+    """Return a Python identifier that stands for ``cls`` and for no class of another id."""
+    return "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in class_id(cls))
 
 
 def register_class(cls: type[Any]) -> None:

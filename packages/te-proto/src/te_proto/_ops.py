@@ -32,6 +32,14 @@ def _bind(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
     return bound
 
 
+def _axis(func: Any, dim: int, rank: int) -> int:
+    """Return ``dim`` counted from the front; torch does not check it before a handler runs."""
+    if not -rank <= dim < rank:
+        msg = f"{func}: dim {dim} is out of range for a tensor of {rank} axes"
+        raise IndexError(msg)
+    return dim % rank
+
+
 def _alias(func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = args[0].like(args[0].inner_tensors())
     out.is_view_copy = args[0].is_view_copy
@@ -146,8 +154,8 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    q, dim = args[:2]
-    at = dim + q.dim() + 1 if dim < 0 else dim
+    q = args[0]
+    at = _axis(func, args[1], q.dim() + 1)
     return _view_as(q, (*q.shape[:at], 1, *q.shape[at:]))
 
 
@@ -156,7 +164,9 @@ def _squeeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dims = (
         range(q.dim()) if len(args) == 1 else ([args[1]] if isinstance(args[1], int) else args[1])
     )
-    gone = {d % q.dim() for d in dims if q.shape[d] == 1}
+    # a 0-d tensor counts as one of a single axis
+    axes = (_axis(func, d, max(q.dim(), 1)) for d in dims)
+    gone = {d for d in axes if q.dim() and q.shape[d] == 1}
     return _view_as(q, [n for d, n in enumerate(q.shape) if d not in gone])
 
 
@@ -197,7 +207,7 @@ def _narrow(q: Any, dim: int, start: int, length: int) -> Any:
 def _slice(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
     q, step = given["self"], given["step"]
-    dim = given["dim"] % q.dim()
+    dim = _axis(func, given["dim"], q.dim())
     size = q.shape[dim]
     start, end = given["start"] or 0, size if given["end"] is None else given["end"]
     start, end = (min(max(i + size if i < 0 else i, 0), size) for i in (start, end))
@@ -212,7 +222,7 @@ def _slice(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
     q, dim, index = args[:3]
-    dim %= q.dim()
+    dim = _axis(func, dim, q.dim())
     size = q.shape[dim]
     if not -size <= index < size:
         msg = f"select: index {index} is out of range for axis {dim} of size {size}"
@@ -226,15 +236,22 @@ def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
     q = given["self"]
-    dim = given["dim"] % q.dim()
+    dim = _axis(func, given["dim"], q.dim())
     size = q.shape[dim]
     if "split_sizes" in given:
         lengths = list(given["split_sizes"])
+        if any(length < 0 for length in lengths):
+            msg = f"split: split_sizes {lengths} must not be negative"
+            raise ShapeError(msg)
         if sum(lengths) != size:
             msg = f"split: split_sizes {lengths} must add up to {size}, the size of axis {dim}"
             raise ShapeError(msg)
     else:
-        step = given["split_size"] or max(size, 1)
+        step = given["split_size"]
+        if step < 0 or (step == 0 and size):
+            msg = f"split: split_size must be positive, got {step}"
+            raise ShapeError(msg)
+        step = max(step, 1)
         lengths = [min(step, size - at) for at in range(0, size, step)] or [0]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return [_narrow(q, dim, start, length) for start, length in zip(starts, lengths, strict=True)]
@@ -242,7 +259,8 @@ def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _unbind(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
-    q, dim = given["self"], given["dim"]
+    q = given["self"]
+    dim = _axis(func, given["dim"], q.dim())
     pieces = [_select(aten.select.int, (q, dim, i), {}) for i in range(q.shape[dim])]
     return NotImplemented if any(p is NotImplemented for p in pieces) else pieces
 
@@ -250,13 +268,13 @@ def _unbind(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = _bind(func, args, kwargs)
     tensors, first = given["tensors"], given["tensors"][0]
-    alike = all(
+    alike = isinstance(first, QuantizedStorage) and all(
         type(t) is type(first) and t.quantizer == first.quantizer and t.dtype == first.dtype
         for t in tensors
     )
     if not alike or any(t.dim() != first.dim() for t in tensors):
         return NotImplemented
-    dim = given["dim"] % first.dim()
+    dim = _axis(func, given["dim"], first.dim())
     shapes = [list(t.shape) for t in tensors]
     if any(s[:dim] + s[dim + 1 :] != shapes[0][:dim] + shapes[0][dim + 1 :] for s in shapes):
         msg = f"cat: shapes must agree on every axis but {dim}, got {[tuple(s) for s in shapes]}"
@@ -272,11 +290,15 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> Any:
     q = args[0]
     if q.dim() != 2:
         return NotImplemented
-    order = [1, 0] if func is aten.t.default else list(range(2))
-    if func is aten.transpose.int and args[1] % 2 != args[2] % 2:
-        order = [1, 0]
-    if func is aten.permute.default:
-        order = [d % 2 for d in args[1]]
+    order = [1, 0]
+    if func is not aten.t.default:
+        dims = args[1:] if func is aten.transpose.int else args[1]
+        order = [_axis(func, d, 2) for d in dims[:2]]
+        if func is aten.transpose.int:
+            order = [1, 0] if order[0] != order[1] else [0, 1]
+        elif len(dims) != 2 or sorted(order) != [0, 1]:
+            msg = f"permute: dims must name each of the 2 axes once, got {list(dims)}"
+            raise ShapeError(msg)
     if order == [0, 1]:
         return _alias(func, args, kwargs)
     result = q.transpose_inner()

@@ -6,7 +6,15 @@ Nothing here imports torch, so that ``import te_proto`` can allow it at no cost.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 
 def rebuild(
@@ -37,3 +45,33 @@ def rebuild(
     out = context.build(inner, shape, requires_grad=requires_grad)
     out.__dict__.update(extra)
     return out
+
+
+class _OnceTorchIsThere(MetaPathFinder):
+    """Sees ``torch.serialization`` being imported, once, and allows :func:`rebuild` in it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch.serialization" or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_allow(module: ModuleType) -> None:
+                execute(module)
+                module.add_safe_globals([rebuild])
+
+            spec.loader.exec_module = execute_and_allow  # type: ignore[method-assign]
+        return spec
+
+
+def allow_in_checkpoints() -> None:
+    """Let ``torch.load(weights_only=True)`` call :func:`rebuild`, also if torch comes later."""
+    serialization = sys.modules.get("torch.serialization")
+    if serialization is None:
+        sys.meta_path.insert(0, _OnceTorchIsThere())
+    else:
+        serialization.add_safe_globals([rebuild])

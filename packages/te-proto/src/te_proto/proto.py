@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import Self
 
 from te_proto.errors import DeviceError, LayoutError, UsageError
-from te_proto.quantizer import BufferSpec, Quantizer
+from te_proto.layout import BufferSpec
 from te_proto.storage import FlattenContext, QuantizedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from te_proto.quantizer import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +125,9 @@ class TensorProto:
             return
         if (tuple(data.shape), data.dtype) != (self.shape, self.dtype) or not data.is_contiguous():
             msg = (
-                f"data of a plain prototype must be a contiguous {self.dtype} of shape {self.shape}, "
-                f"got {data.dtype} of shape {tuple(data.shape)} and strides {data.stride()}"
+                f"data of a plain prototype must be a contiguous {self.dtype} of shape "
+                f"{self.shape}, got {data.dtype} of shape {tuple(data.shape)} and strides "
+                f"{data.stride()}"
             )
             raise LayoutError(msg)
 

@@ -9,7 +9,7 @@ import math
 import typing
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._opaque_base import OpaqueBase
@@ -25,6 +25,7 @@ from te_proto.errors import (
     ShapeError,
     UsageError,
 )
+from te_proto.layout import INPUT_DTYPES
 from te_proto.storage import FlattenContext, QuantizedStorage
 
 if TYPE_CHECKING:
@@ -32,27 +33,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""High-precision dtypes a quantizer takes and a quantized tensor stands for."""
+    from te_proto.layout import BufferSpec
 
 _FIELD_TYPES = (bool, int, float, str)
-
-
-class BufferSpec(NamedTuple):
-    """One inner tensor before it exists: dense, row-major.
-
-    Attributes:
-        shape: sizes in elements of ``dtype``; may hold SymInts.
-        dtype: dtype of the buffer; raw codes and E8M0 scales are ``torch.uint8``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -128,11 +111,13 @@ class Quantizer(OpaqueBase):
         """Raise :class:`te_proto.errors.ShapeError` if a plane that is on cannot hold ``shape``."""
 
     @abstractmethod
-    def quantize_impl(self, x: Tensor) -> dict[str, Tensor]:
+    def quantize_impl(self, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Quantize ``x`` and return its buffers, those that :meth:`describe_buffers` names.
 
         Args:
             x: a plain tensor whose shape and dtype were checked; any strides.
+            *args: none is passed; a format declares just ``x`` and its call arguments.
+            **kwargs: its :meth:`call_arguments`.
         """
 
     @abstractmethod
@@ -145,15 +130,18 @@ class Quantizer(OpaqueBase):
     def alignment(self) -> tuple[int, int]:
         """Multiples ``(M, K)`` must have for the usages that are on; 1 where any size will do."""
 
-    def quantize_into_impl(self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None) -> None:
+    def quantize_into_impl(
+        self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None, **call: Any
+    ) -> None:
         """Quantize ``x`` into the buffers ``out``; a format with kernels may override.
 
         Args:
             x: as for :meth:`quantize_impl`.
             out: buffers that were checked against :meth:`describe_buffers`.
             noop: one float32 element; exactly 1.0 leaves every byte as it is.
+            **call: its :meth:`call_arguments`.
         """
-        for name, made in self.quantize_impl(x).items():
+        for name, made in self.quantize_impl(x, **call).items():
             if noop is not None:
                 made = torch.where(noop.reshape(()) == 1.0, out[name], made)
             out[name].copy_(made)
@@ -258,11 +246,20 @@ class Quantizer(OpaqueBase):
             requires_grad=requires_grad,
         ).create_tensor()
 
-    def quantize(self, x: Tensor | QuantizedStorage) -> Any:
+    def quantize(
+        self,
+        x: Tensor | QuantizedStorage,
+        *,
+        group: str | None = None,
+        rng: Tensor | None = None,
+    ) -> Any:
         """Quantize ``x``; its gradient passes straight through.
 
         Args:
             x: float32, bfloat16 or float16, any strides and device; a quantized one is dequantized.
+            group: name of the c10d group over which amax is reduced, for quantizers that do.
+            rng: int64 ``[2]`` on ``x``'s device, seed and offset, for quantizers that round
+                stochastically: equal ones give equal bytes.
 
         Returns:
             ``tensor_class`` of ``x``'s shape and dtype, or ``storage_class`` if ``internal``.
@@ -270,12 +267,14 @@ class Quantizer(OpaqueBase):
         Raises:
             ShapeError: the planes that are on cannot hold the shape.
             DtypeError: ``x`` has another dtype.
-            UsageError: neither rowwise nor columnwise is on.
+            UsageError: neither rowwise nor columnwise is on, or ``group`` or ``rng`` is given to a
+                quantizer that has no use for it, or not given to one that needs it.
         """
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
         self._check_input(plain)
+        call = self._check_call(group=group, rng=rng)
         with torch.no_grad():
-            inner = self.quantize_impl(plain.detach())
+            inner = self.quantize_impl(plain.detach(), **call)
         if not torch.compiler.is_compiling():
             # .data is no view: a graph that takes one as input is guarded on sizes of its base
             inner = {name: tensor.data for name, tensor in inner.items()}
@@ -285,7 +284,13 @@ class Quantizer(OpaqueBase):
         return out
 
     def quantize_into(
-        self, x: Tensor | QuantizedStorage, out: QuantizedStorage, noop: Tensor | None = None
+        self,
+        x: Tensor | QuantizedStorage,
+        out: QuantizedStorage,
+        noop: Tensor | None = None,
+        *,
+        group: str | None = None,
+        rng: Tensor | None = None,
     ) -> None:
         """Quantize ``x`` into the buffers of ``out``, which keep their memory.
 
@@ -295,6 +300,8 @@ class Quantizer(OpaqueBase):
                 ``internal`` may differ.
             noop: float32 scalar tensor on that device; exactly 1.0 leaves every byte as it is,
                 decided on the device.
+            group: as for :meth:`quantize`.
+            rng: as for :meth:`quantize`.
 
         Raises:
             LayoutError: another quantizer describes ``out``.
@@ -326,8 +333,25 @@ class Quantizer(OpaqueBase):
                 f"got {noop.dtype} of shape {tuple(noop.shape)} on {noop.device}"
             )
             raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
+        call = self._check_call(group=group, rng=rng)
         with torch.no_grad():
-            self.quantize_into_impl(plain.detach().to(out.device), held, noop)
+            self.quantize_into_impl(plain.detach().to(out.device), held, noop, **call)
+
+    def call_arguments(self) -> tuple[str, ...]:
+        """Return which of ``group`` and ``rng`` this quantizer needs with every call.
+
+        A format whose options ask for one overrides this, and takes it in :meth:`quantize_impl`.
+        """
+        return ()
+
+    def _check_call(self, **given: Any) -> dict[str, Any]:
+        needed = self.call_arguments()
+        for name, value in given.items():
+            if (value is not None) != (name in needed):
+                rule = "needs" if name in needed else "takes no"
+                msg = f"{self.format_name}: {self} {rule} {name} with the call, got {value}"
+                raise UsageError(msg)
+        return {name: given[name] for name in needed}
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in INPUT_DTYPES:
@@ -367,20 +391,3 @@ def _define(cls: type[Any]) -> None:
 
 
 _define(Quantizer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Which quantizer each operand of a layer gets.
-
-    Attributes:
-        name: shown in messages and tables, such as ``"mxfp8"``.
-        input: quantizer of a layer's input.
-        weight: quantizer of its weight.
-        grad_output: quantizer of the gradient that comes back.
-    """
-
-    name: str
-    input: Quantizer
-    weight: Quantizer
-    grad_output: Quantizer

@@ -21,7 +21,8 @@ from te_proto.errors import PluginError, UnknownFormatError
 from te_proto.spec import PROTOCOL, FormatSpec
 
 if TYPE_CHECKING:
-    from te_proto.quantizer import Quantizer, Recipe
+    from te_proto.quantizer import Quantizer
+    from te_proto.recipe import Recipe
 
 GROUP = "te_proto.formats"
 ALLOWED = "TE_PROTO_FORMATS"

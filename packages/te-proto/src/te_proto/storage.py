@@ -15,7 +15,8 @@ from te_proto._classes import find_class as find_class
 from te_proto._classes import register_class as register_class
 from te_proto._classes import source_name as source_name
 from te_proto._rebuild import rebuild
-from te_proto.errors import LayoutError, ShapeError, UsageError
+from te_proto.errors import ShapeError, UsageError
+from te_proto.layout import check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -104,8 +105,7 @@ class QuantizedStorage:
             )
         cls.inner_names = tuple(names)
         register_class(cls)
-        # dynamo takes an attribute's name only without dots
-        cls.class_key = "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in class_id(cls))
+        cls.class_key = source_name(cls)
         setattr(_Sourced, cls.class_key, cls)
 
     def __init__(
@@ -307,37 +307,6 @@ class QuantizedStorage:
         )
 
 
-def check_layout(inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Sequence[int]) -> None:
-    """Raise :class:`LayoutError` unless ``inner`` is what ``quantizer`` describes for ``shape``."""
-    described = quantizer.describe_buffers(shape)
-    if list(inner) != list(described):
-        msg = (
-            f"{quantizer.format_name}: a tensor of shape {tuple(shape)} needs the inner tensors "
-            f"{list(described)} in this order, got {list(inner)}"
-        )
-        raise LayoutError(msg)
-    devices = {t.device for t in inner.values()}
-    if len(devices) > 1:
-        msg = (
-            f"{quantizer.format_name}: inner tensors must share one device, "
-            f"got {sorted(map(str, devices))}"
-        )
-        raise LayoutError(msg)
-    for name, spec in described.items():
-        tensor = inner[name]
-        if (
-            tuple(tensor.shape) != tuple(spec.shape)
-            or tensor.dtype != spec.dtype
-            or not tensor.is_contiguous()
-        ):
-            msg = (
-                f"{quantizer.format_name}: {name} of a tensor of shape {tuple(shape)} must be a "
-                f"contiguous {spec.dtype} of shape {tuple(spec.shape)}, got {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            )
-            raise LayoutError(msg)
-
-
 def _device_of(inner: Mapping[str, Tensor]) -> torch.device:
     return next(iter(inner.values())).device if inner else torch.device("cpu")
 
@@ -379,6 +348,3 @@ def restore_from_saved(objects: Iterable[Any], saved: Sequence[Tensor | None]) -
             out.append(context.build(dict(zip(names, saved[at:], strict=False)), shape))
             at += len(names)
     return out
-
-
-torch.serialization.add_safe_globals([rebuild])

@@ -19,7 +19,8 @@ from typing_extensions import Self
 from te_proto._classes import class_id
 from te_proto._ops import handlers
 from te_proto.errors import FallbackError, ShapeError
-from te_proto.storage import QuantizedStorage, check_layout
+from te_proto.layout import check_layout
+from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,7 +12,8 @@ from te_example import reference
 from te_example._format import FORMAT
 from te_example.tensor import ExampleStorage, ExampleTensor
 from te_proto.errors import ShapeError
-from te_proto.quantizer import BufferSpec, Quantizer
+from te_proto.layout import BufferSpec
+from te_proto.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

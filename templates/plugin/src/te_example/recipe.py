@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from te_example.quantizer import ExampleQuantizer
-from te_proto.quantizer import Recipe
+from te_proto.recipe import Recipe
 
 
 def ExampleScaling() -> Recipe:  # noqa: N802  # named like the recipes of the other formats

@@ -35,6 +35,40 @@ TILE = (32, 128)
 
 
 @triton.jit
+def _rowwise(x, magnitude, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    BM: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    amax = tl.max(tl.reshape(magnitude, (BM, BK // 32, 32)), axis=2)
+    scale = e8m0_from_amax(amax, DTYPE)
+    scaled = tl.reshape(x, (BM, BK // 32, 32)) * e8m0_reciprocal(scale)[:, :, None]
+    return encode(tl.reshape(scaled, (BM, BK)), DTYPE, HARDWARE), scale
+
+
+@triton.jit
+def _columnwise(x, magnitude, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    BM: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    amax = tl.max(tl.reshape(magnitude, (BM // 32, 32, BK)), axis=1)
+    scale = e8m0_from_amax(amax, DTYPE)
+    scaled = tl.reshape(x, (BM // 32, 32, BK)) * e8m0_reciprocal(scale)[:, None, :]
+    return encode(tl.reshape(scaled, (BM, BK)), DTYPE, HARDWARE), scale
+
+
+@triton.jit
+def _two_d(x, magnitude, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    BM: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    amax = tl.max(tl.reshape(magnitude, (BM // 32, 32, BK // 32, 32)), axis=3)
+    scale = e8m0_from_amax(tl.max(amax, axis=1), DTYPE)
+    inverse = e8m0_reciprocal(scale)[:, None, :, None]
+    scaled = tl.reshape(x, (BM // 32, 32, BK // 32, 32)) * inverse
+    by_row = tl.broadcast_to(scale[:, None, :], (BM // 32, 32, BK // 32))
+    by_col = tl.broadcast_to(scale[:, :, None], (BM // 32, BK // 32, 32))
+    codes = encode(tl.reshape(scaled, (BM, BK)), DTYPE, HARDWARE)
+    return codes, tl.reshape(by_row, (BM, BK // 32)), tl.reshape(by_col, (BM // 32, BK))
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr,
     row_codes_ptr,
@@ -73,25 +107,11 @@ def quantize_kernel(
     magnitude = tl.maximum(tl.abs(x), 0.0)
     out = row[:, None] * K + col[None, :]
     if TWO_D:
-        amax = tl.max(tl.reshape(magnitude, (BM // 32, 32, BK // 32, 32)), axis=3)
-        scale = e8m0_from_amax(tl.max(amax, axis=1), DTYPE)
-        inverse = e8m0_reciprocal(scale)[:, None, :, None]
-        scaled = tl.reshape(x, (BM // 32, 32, BK // 32, 32)) * inverse
-        codes = encode(tl.reshape(scaled, (BM, BK)), DTYPE, HARDWARE)
-        row_scale = tl.reshape(
-            tl.broadcast_to(scale[:, None, :], (BM // 32, 32, BK // 32)), (BM, BK // 32)
-        )
-        col_scale = tl.reshape(
-            tl.broadcast_to(scale[:, :, None], (BM // 32, BK // 32, 32)), (BM // 32, BK)
-        )
+        codes, row_scale, col_scale = _two_d(x, magnitude, DTYPE, HARDWARE)
 
     if ROWWISE:
         if not TWO_D:
-            amax = tl.max(tl.reshape(magnitude, (BM, BK // 32, 32)), axis=2)
-            row_scale = e8m0_from_amax(amax, DTYPE)
-            inverse = e8m0_reciprocal(row_scale)[:, :, None]
-            scaled = tl.reshape(x, (BM, BK // 32, 32)) * inverse
-            codes = encode(tl.reshape(scaled, (BM, BK)), DTYPE, HARDWARE)
+            codes, row_scale = _rowwise(x, magnitude, DTYPE, HARDWARE)
         tl.store(row_codes_ptr + out, codes, mask=live)
         block = first_col // 32 + tl.arange(0, BK // 32)
         blocks = tl.cdiv(K, 128) * 4
@@ -101,11 +121,7 @@ def quantize_kernel(
 
     if COLUMNWISE:
         if not TWO_D:
-            amax = tl.max(tl.reshape(magnitude, (BM // 32, 32, BK)), axis=1)
-            col_scale = e8m0_from_amax(amax, DTYPE)
-            inverse = e8m0_reciprocal(col_scale)[:, None, :]
-            scaled = tl.reshape(x, (BM // 32, 32, BK)) * inverse
-            codes = encode(tl.reshape(scaled, (BM, BK)), DTYPE, HARDWARE)
+            codes, col_scale = _columnwise(x, magnitude, DTYPE, HARDWARE)
         tl.store(col_codes_ptr + out, codes, mask=live)
         block = first_row // 32 + tl.arange(0, BM // 32)
         blocks = tl.cdiv(M, 128) * 4

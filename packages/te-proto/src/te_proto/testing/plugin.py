@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--te-device``."""
     group = parser.getgroup("te-proto")
     group.addoption(
         "--te-device", default="cpu", help="device of the `device` fixture (default: cpu)"
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker and check the device."""
     config.addinivalue_line("markers", "gpu: needs CUDA; skipped where there is none")
     device = str(config.getoption("--te-device"))
     if device.startswith("cuda") and (reason := cuda_absent()):
@@ -45,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a ``gpu`` test where there is no CUDA, saying why."""
     if item.get_closest_marker("gpu") and (reason := cuda_absent()):
         pytest.skip(reason)
 
