@@ -257,3 +257,19 @@ threads = [threading.Thread(target=work) for _ in range(8)]
 print(len(found), len(set(found)), found[0][1])
 """
     assert fresh(code) == "8 1 True"
+
+
+def test_with_usage_passes_the_gradient_straight_through() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    q = ToyQuantizer().quantize(x).with_usage(columnwise=False)
+    assert q.requires_grad
+    (q.dequantize() * 3.0).sum().backward()
+    assert x.grad.unique().tolist() == [3.0]
+    with torch.no_grad():
+        assert not ToyQuantizer().quantize(x).with_usage(columnwise=False).requires_grad
+
+
+def test_a_tensor_without_planes_keeps_its_device() -> None:
+    for internal in (False, True):
+        held = ToyQuantizer(internal=internal).make_empty((8, 8), device="meta")
+        assert held.with_usage(rowwise=False, columnwise=False).device == torch.device("meta")
