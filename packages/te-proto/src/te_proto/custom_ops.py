@@ -301,9 +301,7 @@ def _flatten(
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("plain",)
-    if isinstance(value, Quantizer):
-        return ("const", value)
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, (Quantizer, *_CONSTANTS)):
         return ("const", value)
     if isinstance(value, (int, torch.SymInt)):
         sizes.append(value)
