@@ -19,7 +19,7 @@ from te_toy import (
 from torch import Tensor
 
 from te_proto import to_tensor_proto
-from te_proto.errors import LayoutError, ShapeError, UsageError
+from te_proto.errors import DtypeError, LayoutError, ShapeError, UsageError
 
 Q = ToyQuantizer()
 ROW = Q.with_usage(columnwise=False)
@@ -71,7 +71,6 @@ def test_setting_data_to_a_tensor_of_the_format_takes_its_buffers() -> None:
     [
         pytest.param(lambda: values(8, 8, seed=1), id="plain"),
         pytest.param(lambda: values(8, 8, seed=1).requires_grad_(), id="plain-with-grad"),
-        pytest.param(lambda: quantized(8, 8, seed=1).to(torch.float16), id="other-dtype"),
     ],
 )
 def test_setting_data_to_another_tensor_quantizes_into_the_buffers(value: Any) -> None:
@@ -273,3 +272,16 @@ def test_a_tensor_without_planes_keeps_its_device() -> None:
     for internal in (False, True):
         held = ToyQuantizer(internal=internal).make_empty((8, 8), device="meta")
         assert held.with_usage(rowwise=False, columnwise=False).device == torch.device("meta")
+
+
+def test_module_half_is_refused_and_module_to_changes_the_nominal_dtype() -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(ToyQuantizer().quantize(torch.ones(8, 8)))
+    message = (
+        "toy: data must be set to a tensor of torch.float32 on cpu, got torch.float16 on cpu; "
+        "use .to() on the tensor"
+    )
+    with pytest.raises(DtypeError, match=f"^{re.escape(message)}$"):
+        module.half()
+    assert type(module.weight) is type(module.to(torch.float16).weight)
+    assert module.weight.dtype == torch.float16

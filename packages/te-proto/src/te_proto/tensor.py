@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from te_proto._classes import class_id
 from te_proto._ops import handlers
-from te_proto.errors import FallbackError, ShapeError
+from te_proto.errors import DtypeError, FallbackError, ShapeError
 from te_proto.layout import check_layout
 from te_proto.storage import QuantizedStorage, device_of
 
@@ -209,11 +209,14 @@ class QuantizedTensor(QuantizedStorage, Tensor):
                 f"{tuple(self.shape)}, got {tuple(value.shape)}"
             )
             raise ShapeError(msg)
-        if (
-            isinstance(value, type(self))
-            and value.dtype == self.dtype
-            and value.device == self.device
-        ):
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            # Module.half() comes here: to keep the old dtype and say nothing would be a lie
+            msg = (
+                f"{self.quantizer.format_name}: data must be set to a tensor of {self.dtype} on "
+                f"{self.device}, got {value.dtype} on {value.device}; use .to() on the tensor"
+            )
+            raise DtypeError(msg)
+        if isinstance(value, type(self)):
             self._set(value.inner_tensors(), value.quantizer)
         else:
             self.quantize_(value.detach())
