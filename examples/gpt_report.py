@@ -53,7 +53,7 @@ def table(results: list[Result]) -> str:
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     groups, at = [], 0
     for title, columns in _GROUPS:
-        padded = f" {title} " if title else ""
+        padded = f"- {title} -" if title else ""
         # the first column of a group takes what its title is longer than its columns
         span = sum(widths[at : at + len(columns)]) + 2 * (len(columns) - 1)
         widths[at] += max(0, len(padded) - span)
