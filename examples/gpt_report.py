@@ -132,10 +132,14 @@ def draw(results: list[Result], title: str, path: Path) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the 5 % of the steps around each, over fewer towards the ends."""
-    last = len(values) - 1
-    at = np.arange(last + 1)
-    reach = np.minimum(round(0.025 * len(values)), np.minimum(at, last - at))
+    """Return the mean over the 5 % of the steps around each.
+
+    At the start, where the loss falls steeply, over as few as there are before the step; at the
+    end over what is left of the window, or the last values would be noise.
+    """
+    at = np.arange(len(values))
+    reach = np.minimum(round(0.025 * len(values)), at)
+    first, last = at - reach, np.minimum(at + reach, len(values) - 1)
     total = np.concatenate(([0.0], np.cumsum(values)))
-    mean: np.ndarray = (total[at + reach + 1] - total[at - reach]) / (2 * reach + 1)
+    mean: np.ndarray = (total[last + 1] - total[first]) / (last - first + 1)
     return mean
