@@ -38,7 +38,7 @@ NEEDED = {
 }
 """Import name of what this program needs -> what to ``pip install``."""
 
-SIZES = {"steps": 500, "layers": 3, "width": 128, "context": 64, "batch": 16}
+SIZES = {"steps": 400, "layers": 2, "width": 128, "context": 64, "batch": 16}
 QUICK = {"steps": 6, "layers": 1, "width": 128, "context": 64, "batch": 2}
 
 
@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     ):
         sizes = f"default: {SIZES[name]}, with --quick {QUICK[name]}"
         add(f"--{name}", type=_at_least(1), metavar="N", help=f"{meaning}; {sizes}")
-    add("--lr", type=_rate, default=3e-3, metavar="X", help=f"peak learning rate; {default}")
+    add("--lr", type=_rate, default=4e-3, metavar="X", help=f"peak learning rate; {default}")
     add("--seed", type=_at_least(0), default=0, metavar="N", help=f"of the run; {default}")
     add("--threads", type=_at_least(1), default=1, metavar="N", help=f"CPU threads; {default}")
     add("--quick", action="store_true", help="a tiny run, to see that it works")

@@ -140,6 +140,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert done.stderr == f"train_gpt.py: error: {message}\n"
 
 
+def test_a_shape_that_a_format_cannot_hold_is_found_before_training() -> None:
+    done = run("--quick", "--formats", "mxfp8", "--batch", "1", "--context", "33")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "train_gpt.py: error: linear: input of shape (1, 33, 128): mxfp8:"
+    )
+    assert done.stderr.count("\n") == 1
+
+
 def test_no_format_at_all_says_what_to_install() -> None:
     done = run("--quick", TE_PROTO_FORMATS="none_of_them")
     assert (done.returncode, done.stdout) == (2, "")
