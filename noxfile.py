@@ -20,6 +20,7 @@ TORCH = f"torch=={os.environ.get('TE_TORCH', '2.13.0')}"
 TRITON = f"triton=={os.environ.get('TE_TRITON', '3.7.1')}"
 PYTEST = ("pytest==9.2.0", "numpy==2.2.6")  # with "error" on warnings, torch wants numpy
 HATCHLING = "hatchling==1.33.0"
+DEMO = ("matplotlib==3.11.2", "tqdm==4.70.1")
 
 # What this shell sets must not change what is tested. Small tensors gain nothing from threads.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "TRITON_INTERPRET": None}
@@ -78,7 +79,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, project: Project | None) -> None:
     """Test a package with only te-proto of ours beside it; as "integration", all of them."""
     if project is None:
-        install(session, TORCH, TRITON, *PYTEST, HATCHLING, editable=PACKAGES)
+        install(session, TORCH, TRITON, *PYTEST, HATCHLING, *DEMO, editable=PACKAGES)
         folder = "tests-integration"
     else:
         triton = [TRITON] if "triton" in project.extras else []
@@ -90,7 +91,7 @@ def tests(session: nox.Session, project: Project | None) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model in low precision; arguments go to examples/train_gpt.py."""
-    install(session, TORCH, "numpy", "matplotlib", editable=PACKAGES)
+    install(session, TORCH, "numpy", *DEMO, editable=PACKAGES)
     session.run("python", "examples/train_gpt.py", *session.posargs)
 
 

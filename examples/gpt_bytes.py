@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from gpt_model import Bf16Linear
 from torch.autograd.graph import saved_tensors_hooks
 
+import te_linear
 from te_proto import QuantizedStorage, TensorProto, to_tensor_proto
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def planned_bytes(model: GPT, *, batch: int, context: int) -> LinearBytes:
             device=layer.weight.device,
             requires_grad=True,
         )
-        if isinstance(layer, Bf16Linear):
+        if isinstance(layer, te_linear.Linear):
+            plan = layer.plan(x)
+            weight, kept = plan.quantized_weight, plan.saved
+        else:
             weight = to_tensor_proto(layer.weight).replace(dtype=x.dtype)
             kept = (x, weight)
-        else:
-            plan: Any = layer.plan(x)  # type: ignore[operator]  # te_linear.Linear's
-            weight, kept = plan.quantized_weight, plan.saved
         weights += weight.nbytes
         saved += sum(proto.nbytes for proto in kept)
     return LinearBytes(weights=weights, saved=saved)
@@ -71,13 +71,10 @@ def measured_bytes(model: GPT, tokens: Tensor, targets: Tensor) -> LinearBytes:
     open_hooks: list[saved_tensors_hooks] = []
 
     def enter(layer: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, torch.nn.Linear)
+        weights.add(_rounded_weight(layer, args[0]))
         open_hooks.append(saved_tensors_hooks(pack, lambda tensor: tensor))
         open_hooks[-1].__enter__()
-        if isinstance(layer, Bf16Linear):
-            weights.add(layer.weight.detach().to(args[0].dtype))
-        else:
-            quantizer = layer.plan(args[0]).quantized_weight.quantizer  # type: ignore[operator]
-            weights.add(quantizer.quantize(layer.weight.detach()))
 
     def leave(*_: object) -> None:
         open_hooks.pop().__exit__(None, None, None)
@@ -93,6 +90,16 @@ def measured_bytes(model: GPT, tokens: Tensor, targets: Tensor) -> LinearBytes:
     return LinearBytes(weights=weights.nbytes, saved=saved.nbytes)
 
 
+def _rounded_weight(layer: torch.nn.Linear, x: Tensor) -> Tensor | QuantizedStorage:
+    weight = layer.weight.detach()
+    if isinstance(layer, te_linear.Linear):
+        quantizer = layer.plan(x).quantized_weight.quantizer
+        assert quantizer is not None
+        rounded: QuantizedStorage = quantizer.quantize(weight)
+        return rounded
+    return weight.to(x.dtype)
+
+
 class _Storages:
     """The distinct storages among the tensors it is shown, kept alive so that none is reused."""
 
@@ -101,9 +108,10 @@ class _Storages:
         self._held: dict[int, torch.UntypedStorage] = {}
 
     def add(self, tensor: Tensor | QuantizedStorage) -> None:
-        parts: Iterable[Tensor] = (tensor,)
         if isinstance(tensor, QuantizedStorage):
-            parts = tensor.inner_tensors().values()
+            parts = list(tensor.inner_tensors().values())
+        else:
+            parts = [tensor]
         for storage in (part.untyped_storage() for part in parts):
             if storage.data_ptr() not in self._ignored:
                 self._held[storage.data_ptr()] = storage

@@ -39,7 +39,7 @@ class Result:
 _GROUPS = (
     ("", ("format",)),
     ("loss, nats a byte", ("first", "last", "vs bf16")),
-    ("weights for GEMM, bytes", ("planned", "measured")),
+    ("weights, bytes", ("planned", "measured")),
     ("saved for backward, bytes", ("planned", "measured")),
     ("torch.compile", ("graphs", "breaks", "recompiles")),
     ("speed", ("tokens/s",)),
@@ -51,16 +51,15 @@ def table(results: list[Result]) -> str:
     rows = [_row(result, results[0]) for result in results]
     names = [name for _, columns in _GROUPS for name in columns]
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    groups, heads, at = [], [], 0
+    groups, at = [], 0
     for title, columns in _GROUPS:
+        padded = f"- {title} -" if title else ""
         # the first column of a group takes what its title is longer than its columns
         span = sum(widths[at : at + len(columns)]) + 2 * (len(columns) - 1)
-        widths[at] += max(0, len(title) - span)
-        groups.append(title.center(max(span, len(title)), "-" if title else " "))
+        widths[at] += max(0, len(padded) - span)
+        groups.append(padded.center(max(span, len(padded)), "-" if title else " "))
         at += len(columns)
-    heads = [_line(row, widths) for row in (names, *rows)]
-    head = "  ".join(groups)
-    return "\n".join((head.rstrip(), *heads))
+    return "\n".join(("  ".join(groups), *(_line(row, widths) for row in (names, *rows))))
 
 
 def _row(result: Result, baseline: Result) -> list[str]:
@@ -113,7 +112,7 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     for i, result in enumerate(results):
         losses = np.array(result.training.losses)
         color = "black" if i == 0 else colors[(i - 1) % len(colors)]
-        style = {"color": color, "label": result.name, "linewidth": 2.2 if i == 0 else 1.4}
+        style = {"color": color, "label": result.name, "linewidth": 3.0 if i == 0 else 1.4}
         upper.plot(steps, losses, color=color, alpha=0.15, linewidth=0.8)
         upper.plot(steps, smooth(losses), **style)
         if i:
@@ -128,13 +127,19 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
         axes.margins(x=0.01)
+    figure.align_ylabels()
     figure.savefig(path, format="png")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the 5 % of the steps around each; the ends average what there is."""
-    half = max(1, round(0.025 * len(values)))
-    window = np.ones(2 * half + 1)
-    ones = np.ones_like(values)
-    kept = slice(half, half + len(values))
-    return np.convolve(values, window)[kept] / np.convolve(ones, window)[kept]
+    """Return the mean over the 5 % of the steps around each.
+
+    At the start, where the loss falls steeply, over as few as there are before the step; at the
+    end over what is left of the window, or the last values would be noise.
+    """
+    at = np.arange(len(values))
+    reach = np.minimum(round(0.025 * len(values)), at)
+    first, last = at - reach, np.minimum(at + reach, len(values) - 1)
+    total = np.concatenate(([0.0], np.cumsum(values)))
+    mean: np.ndarray = (total[last + 1] - total[first]) / (last - first + 1)
+    return mean

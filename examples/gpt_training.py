@@ -74,7 +74,7 @@ class Training:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate of ``step``: up in the first 5 %, then along a cosine to a tenth of ``peak``."""
+    """Return the rate of ``step``: up in the first 5 %, then a cosine to a tenth of ``peak``."""
     warmup = max(1, round(0.05 * steps))
     if step < warmup:
         return peak * (step + 1) / warmup

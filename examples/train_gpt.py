@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gpt_model import LinearFactory
+
 # torch and all that needs it are imported once the arguments are known to be right
 
 NEEDED = {
@@ -36,11 +38,11 @@ NEEDED = {
 }
 """Import name of what this program needs -> what to ``pip install``."""
 
-SIZES = {"steps": 500, "layers": 3, "width": 128, "context": 128, "batch": 16}
+SIZES = {"steps": 400, "layers": 2, "width": 128, "context": 64, "batch": 16}
 QUICK = {"steps": 6, "layers": 1, "width": 128, "context": 64, "batch": 2}
 
 
-class Fault(Exception):
+class UserError(Exception):
     """What the user has to put right; its text is the line that is printed."""
 
 
@@ -59,7 +61,8 @@ class Options:
         batch: sequences in a batch.
         lr: peak of the learning rate.
         seed: of weights and batches.
-        threads: CPU threads, or None for torch's choice.
+        threads: CPU threads; more than one gains a model this small little, and costs it much where
+            other programs want the same cores.
     """
 
     formats: list[str] | None
@@ -72,12 +75,12 @@ class Options:
     batch: int
     lr: float
     seed: int
-    threads: int | None
+    threads: int
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise Fault(message)
+        raise UserError(message)
 
 
 def _at_least(low: int) -> type[int]:
@@ -109,7 +112,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     """Return the options that ``arguments`` stand for.
 
     Raises:
-        Fault: an argument is not one this program has, or not a value it takes.
+        UserError: an argument is not one this program has, or not a value it takes.
     """
     summary, _, details = (__doc__ or "").partition("\n")
     parser = _Parser(
@@ -118,33 +121,27 @@ def parse(arguments: Sequence[str] | None) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--formats", help="formats to train in, such as a,b; default: all installed"
-    )
-    parser.add_argument("--text", type=Path, help="file to train on; default: Python's help topics")
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-loss.png"), help="default: %(default)s"
-    )
+    add = parser.add_argument
+    default = "default: %(default)s"
+    add("--formats", metavar="A,B", help="formats to train in; default: all installed")
+    add("--text", type=Path, help="file to train on; default: Python's help topics")
+    add("--out", type=Path, default=Path("demo-loss.png"), help=f"picture to write; {default}")
     for name, meaning in (
         ("steps", "optimizer steps"),
         ("layers", "blocks of the model"),
-        ("width", "channels, a multiple of the head's 32"),
+        ("width", "channels, a multiple of 32"),
         ("context", "bytes in a sequence"),
         ("batch", "sequences in a batch"),
     ):
         sizes = f"default: {SIZES[name]}, with --quick {QUICK[name]}"
-        parser.add_argument(f"--{name}", type=_at_least(1), metavar="N", help=f"{meaning}; {sizes}")
-    parser.add_argument(
-        "--lr", type=_rate, default=4e-3, help="peak learning rate; default: %(default)s"
-    )
-    parser.add_argument(
-        "--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads")
-    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
+        add(f"--{name}", type=_at_least(1), metavar="N", help=f"{meaning}; {sizes}")
+    add("--lr", type=_rate, default=4e-3, metavar="X", help=f"peak learning rate; {default}")
+    add("--seed", type=_at_least(0), default=0, metavar="N", help=f"of the run; {default}")
+    add("--threads", type=_at_least(1), default=1, metavar="N", help=f"CPU threads; {default}")
+    add("--quick", action="store_true", help="a tiny run, to see that it works")
     given = vars(parser.parse_args(arguments))
-    sizes = QUICK if given.pop("quick") else SIZES
-    given.update({name: size for name, size in sizes.items() if given[name] is None})
+    defaults = QUICK if given.pop("quick") else SIZES
+    given.update({name: size for name, size in defaults.items() if given[name] is None})
     if given["formats"] is not None:
         given["formats"] = [name.strip() for name in given["formats"].split(",") if name.strip()]
     return Options(**given)
@@ -154,7 +151,7 @@ def read_text(path: Path | None) -> bytes:
     """Return the training text: a file's bytes, or all help topics of the Python that runs.
 
     Raises:
-        Fault: the file cannot be read.
+        UserError: the file cannot be read.
     """
     if path is None:
         from pydoc_data.topics import topics  # large, and not needed for another text
@@ -164,58 +161,60 @@ def read_text(path: Path | None) -> bytes:
         return path.read_bytes()
     except OSError as error:
         msg = f"argument --text: cannot read {str(path)!r}, {error.strerror}"
-        raise Fault(msg) from error
+        raise UserError(msg) from error
 
 
 def check(options: Options, text: bytes) -> None:
     """Refuse what would only fail after minutes of training.
 
     Raises:
-        Fault: arguments do not fit together or to this machine.
+        UserError: arguments do not fit together or to this machine.
     """
     if options.width % 32:
         near = -(-options.width // 32) * 32
-        msg = f"argument --width: must be a multiple of the head's 32, got {options.width}; use {near}"
-        raise Fault(msg)
+        msg = (
+            f"argument --width: must be a multiple of 32, one head, got {options.width}; use {near}"
+        )
+        raise UserError(msg)
     if len(text) < options.context + 2:
         msg = (
             f"argument --text: must hold at least context + 2 = {options.context + 2} bytes, "
             f"got {len(text)}; use a longer text or a smaller --context"
         )
-        raise Fault(msg)
+        raise UserError(msg)
     if options.out.is_dir() or not options.out.parent.is_dir():
         msg = f"argument --out: must be a file in a folder that exists, got {str(options.out)!r}"
-        raise Fault(msg)
+        raise UserError(msg)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         install = " ".join(NEEDED[name] for name in missing)
         msg = f"cannot import {', '.join(missing)}; pip install {install}"
-        raise Fault(msg)
+        raise UserError(msg)
 
 
 def choose_formats(wanted: list[str] | None) -> list[str]:
     """Return the formats to train in.
 
     Raises:
-        Fault: one is not installed, or none is.
+        UserError: one is not installed, or none is.
     """
     import te_proto
 
     installed = te_proto.available_formats()
     if not installed:
         msg = "no format is installed; pip install one, such as te-mxfp8"
-        raise Fault(msg)
+        raise UserError(msg)
     if wanted is None:
         return list(installed)
     if not wanted:
         msg = f"argument --formats: must name a format, installed are {', '.join(installed)}"
-        raise Fault(msg)
+        raise UserError(msg)
     if unknown := [name for name in wanted if name not in installed]:
         install = " ".join(f"te-{name.replace('_', '-')}" for name in unknown)
         msg = (
             f"argument --formats: {', '.join(unknown)} not installed, installed are "
             f"{', '.join(installed)}; pip install {install}"
         )
-        raise Fault(msg)
+        raise UserError(msg)
     return list(dict.fromkeys(wanted))
 
 
@@ -223,7 +222,7 @@ def run(options: Options, text: bytes, formats: list[str]) -> int:
     """Train and report; return the exit status.
 
     Raises:
-        Fault: a format cannot be loaded or cannot hold this model.
+        UserError: a format cannot be loaded or cannot hold this model.
     """
     import functools
 
@@ -236,24 +235,23 @@ def run(options: Options, text: bytes, formats: list[str]) -> int:
     import te_linear
     from te_proto.errors import TeError
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     shape = {"batch": options.batch, "context": options.context}
     batches = Batches(text=text, steps=options.steps, seed=options.seed, **shape)
-    factories = {BASELINE: Bf16Linear}
-    factories |= {n: functools.partial(te_linear.Linear, recipe=n) for n in formats}
-    models, planned = {}, {}
-    # all of them before the first is trained: a shape one cannot hold is found in seconds
-    for name, factory in factories.items():
-        try:
-            model = GPT(
-                layers=options.layers, width=options.width, context=options.context, linear=factory
-            )
-            model.initialize(options.seed)
-            models[name] = model
-            planned[name] = planned_bytes(model, **shape)
-        except TeError as error:
-            raise Fault(str(error)) from error
+    factories: dict[str, LinearFactory] = {BASELINE: Bf16Linear}
+    for name in formats:
+        factories[name] = functools.partial(te_linear.Linear, recipe=name)
+    models: dict[str, GPT] = {}
+    planned = {}
+    size = {"layers": options.layers, "width": options.width, "context": options.context}
+    try:
+        # all before the first is trained: a shape that a format cannot hold is found in seconds
+        for name, factory in factories.items():
+            models[name] = GPT(linear=factory, **size)
+            models[name].initialize(options.seed)
+            planned[name] = planned_bytes(models[name], **shape)
+    except TeError as error:
+        raise UserError(str(error)) from error
 
     parameters = sum(p.numel() for p in models[BASELINE].parameters())
     title = (
@@ -282,8 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = read_text(options.text)
         check(options, text)
         return run(options, text, choose_formats(options.formats))
-    except Fault as fault:
-        print(f"train_gpt.py: error: {fault}", file=sys.stderr)
+    except UserError as error:
+        print(f"train_gpt.py: error: {error}", file=sys.stderr)
         return 2
 
 

@@ -22,7 +22,7 @@ def test_version_is_that_of_the_installed_distribution() -> None:
     assert te_mxfp8.__version__ == version("te-mxfp8")
 
 
-@pytest.mark.parametrize("module", ["te_mxfp8", "te_mxfp8._format"])
+@pytest.mark.parametrize("module", ["te_mxfp8", "te_mxfp8._format", "te_mxfp8.layout"])
 def test_import_loads_no_torch(module: str) -> None:
     heavy = "sorted({'numpy', 'torch', 'triton'} & set(sys.modules))"
     assert run(f"import sys, {module}; print({heavy})") == "[]"

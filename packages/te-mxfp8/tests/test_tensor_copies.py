@@ -63,6 +63,12 @@ def test_dropping_a_plane_leaves_the_other(dropped: str, internal: bool, in_plac
     assert_same_bits(q.dequantize(), expected)
 
 
+def test_row_plane_is_read_where_both_are_held() -> None:
+    q = MXFP8Quantizer().quantize(hostile((64, 96)))
+    assert_same_bits(q.dequantize(), q.with_usage(columnwise=False).dequantize())
+    assert not torch.equal(q.dequantize(), q.with_usage(rowwise=False).dequantize())
+
+
 def test_with_usage_leaves_the_tensor_as_it_was(known: Known) -> None:
     q = MXFP8Quantizer().quantize(torch.ones(32, 64))
     before = known(q)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("te_toy")
 sys.path.insert(0, str(HERE))  # te_toy is no distribution: tests and fresh processes import it so
 
 CARD = """\

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -216,6 +216,45 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def quantized(*shape: int, quantizer: Quantizer | None = None, **kwargs: Any) -> Any:
+    """Return :func:`values` in the toy format."""
+    return (quantizer or ToyQuantizer()).quantize(values(*shape, **kwargs))
+
+
+def pointers(q: QuantizedStorage) -> dict[str, int]:
+    """Return where the inner tensors lie."""
+    return {n: t.data_ptr() for n, t in q.inner_tensors().items()}
+
+
 def codes_of(q: QuantizedStorage) -> dict[str, list[object]]:
     """Return the bytes of every inner tensor, to compare before and after."""
     return {n: t.tolist() for n, t in q.inner_tensors().items()}
+
+
+def assert_kept(out: Any, source: Any, expected: Tensor) -> None:
+    """``out`` is quantized, like ``source``, and each of its planes stands for ``expected``."""
+    assert type(out) is type(source)
+    assert out.dtype == source.dtype
+    assert out.shape == expected.shape
+    assert out.stride() == torch.empty(expected.shape).stride()
+    assert torch.equal(out.dequantize(), expected)
+    for usage in ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
+        if all(getattr(out.quantizer, n) >= on for n, on in usage.items()):
+            assert_plane(out.with_usage(**usage), expected)
+
+
+def assert_plane(plane: Any, expected: Tensor) -> None:
+    # both planes of a toy stand for about the same values, so a plane left stale would show
+    assert plane.dequantize().shape == expected.shape
+    if expected.numel():
+        limit = 3 * expected.abs().max() / 127
+        assert (plane.dequantize() - expected).abs().max() <= limit
+
+
+QUANTIZERS = {
+    "both": ToyQuantizer(),
+    "row": ToyQuantizer(columnwise=False),
+    "column": ToyQuantizer(rowwise=False),
+    "whole-rows": ToyQuantizer(columnwise=False, block=0),
+    "gemm": ToyQuantizer(optimize_for_gemm=True),
+}

@@ -97,7 +97,11 @@ def test_created_tensor_has_the_layout_of_a_quantized_one(q: Any, mode: Any, dev
         assert want.create_metadata() == real.__tensor_flatten__()[1]
 
 
-@pytest.mark.parametrize("q", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize(
+    "q",
+    [q for q in QUANTIZERS.values() if not q.block],
+    ids=[n for n in QUANTIZERS if n[-1] == "0"],
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_tensor_created_in_a_graph_has_the_layout_of_a_quantized_one(q: Any, dynamic: bool) -> None:
     with count_compiles() as counts:
@@ -107,7 +111,7 @@ def test_tensor_created_in_a_graph_has_the_layout_of_a_quantized_one(q: Any, dyn
             fullgraph=True,
             dynamic=dynamic,
         )
-        for shape in [(8, 12), (16, 8)]:
+        for shape in [(8, 12), (15, 7)]:
             real = q.quantize(values(*shape, dtype=torch.bfloat16))
             assert_same_layout(compiled(torch.empty(shape)), real, "cpu")
         assert counts.graphs == (1 if dynamic else 2)

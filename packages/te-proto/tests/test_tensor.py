@@ -1,41 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import copy
 import re
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from te_toy import Rounding, ToyQuantizer, ToyStorage, ToyTensor, codes_of, values
+from te_toy import (
+    ToyQuantizer,
+    ToyStorage,
+    ToyTensor,
+    codes_of,
+    pointers,
+    quantized,
+    values,
+)
 from torch import Tensor
-from torch.nn import Module, Parameter
 
-import te_proto.tensor
-from te_proto import fallback, to_tensor_proto
-from te_proto.errors import FallbackError, LayoutError, ShapeError, UsageError
-from te_proto.tensor import FallbackWarning
+from te_proto import to_tensor_proto
+from te_proto.errors import DtypeError, LayoutError, ShapeError, UsageError
 
 Q = ToyQuantizer()
 ROW = Q.with_usage(columnwise=False)
-
-
-def quantized(*shape: int, quantizer: Any = Q, **kwargs: Any) -> Any:
-    return quantizer.quantize(values(*shape, **kwargs))
-
-
-def pointers(q: Any) -> list[int]:
-    return [t.data_ptr() for t in q.inner_tensors().values()]
-
-
-class Layer(Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.weight = Parameter(quantized(8, 8, seed=seed))
-        self.bias = Parameter(values(8))
 
 
 # -- what torch sees ----------------------------------------------------------------------------
@@ -84,7 +71,6 @@ def test_setting_data_to_a_tensor_of_the_format_takes_its_buffers() -> None:
     [
         pytest.param(lambda: values(8, 8, seed=1), id="plain"),
         pytest.param(lambda: values(8, 8, seed=1).requires_grad_(), id="plain-with-grad"),
-        pytest.param(lambda: quantized(8, 8, seed=1).to(torch.float16), id="other-dtype"),
     ],
 )
 def test_setting_data_to_another_tensor_quantizes_into_the_buffers(value: Any) -> None:
@@ -110,145 +96,6 @@ def test_quantize_into_itself_keeps_memory_and_obeys_noop() -> None:
     q.quantize_(values(8, 8, seed=1))
     assert pointers(q) == at
     assert codes_of(q) == codes_of(quantized(8, 8, seed=1))
-
-
-# -- fallback -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_proto.tensor, "_WARNED", set())
-
-
-def test_the_policy_begins_with_warn(fresh: Callable[..., str]) -> None:
-    code = (
-        "import torch, te_toy, warnings\n"
-        "with warnings.catch_warnings(record=True) as w:\n"
-        "    q = te_toy.ToyQuantizer().quantize(torch.ones(4, 8)); q + 1; q + 1; q * 2\n"
-        "print(len(w), {x.category.__name__ for x in w})"
-    )
-    assert fresh(code) == "2 {'FallbackWarning'}"
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_warning_comes_once_per_op_and_format_and_says_everything() -> None:
-    q = quantized(4, 8, dtype=torch.bfloat16)
-    message = (
-        "toy: aten.add.Tensor has no quantized form and dequantizes its ToyTensor: 128 bytes "
-        "become 64 of bfloat16; call .dequantize() first, or te_proto.fallback('allow')"
-    )
-    with fallback("warn"):
-        with pytest.warns(FallbackWarning) as caught:
-            out = q + 1
-            assert torch.equal(q + 2, q.dequantize() + 2)
-        assert [str(w.message) for w in caught] == [message]
-        assert type(out) is Tensor
-        with pytest.warns(FallbackWarning, match=r"^toy: aten.mul.Tensor has no quantized form"):
-            assert torch.equal(q * 2, q.dequantize() * 2)
-
-
-def test_error_policy_raises_before_anything_runs() -> None:
-    q = quantized(4, 8)
-    before = codes_of(q)
-    message = (
-        "toy: aten.add_.Tensor has no quantized form and dequantizes its ToyTensor: 128 bytes "
-        "become 128 of float32; call .dequantize() first, or te_proto.fallback('allow')"
-    )
-    with fallback("error"), pytest.raises(FallbackError, match=f"^{re.escape(message)}$"):
-        q.add_(1.0)
-    assert codes_of(q) == before
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_allow_policy_is_silent() -> None:
-    q = quantized(4, 8)
-    with fallback("allow"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(q.abs(), q.dequantize().abs())
-
-
-def test_context_manager_restores_the_policy_also_after_an_error() -> None:
-    q = quantized(4, 8)
-    with pytest.raises(ZeroDivisionError), fallback("allow"):
-        with fallback("error"), pytest.raises(FallbackError):
-            q.abs()
-        q.abs()  # allowed again
-        raise ZeroDivisionError
-    with pytest.raises(FallbackError):
-        q.abs()  # what conftest.py sets
-
-
-def test_policy_may_be_set_for_good() -> None:
-    with fallback("error"):
-        fallback("allow")
-        quantized(4, 8).abs()
-
-
-def test_unknown_policy_is_refused_and_changes_nothing() -> None:
-    message = "fallback: policy must be 'error', 'warn' or 'allow', got 'ignore'"
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        fallback("ignore")  # type: ignore[arg-type]
-    with pytest.raises(FallbackError):
-        quantized(4, 8).abs()
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        pytest.param(lambda q: q.add_(1.0), lambda x: x + 1.0, id="add_"),
-        pytest.param(
-            lambda q: q.mul_(values(8, 8, seed=1)), lambda x: x * values(8, 8, seed=1), id="mul_"
-        ),
-        pytest.param(lambda q: q.zero_(), torch.zeros_like, id="zero_"),
-        pytest.param(lambda q: q.fill_(3.0), lambda x: torch.full_like(x, 3.0), id="fill_"),
-        pytest.param(lambda q: torch.add(q, 1.0, out=q), lambda x: x + 1.0, id="out"),
-        pytest.param(lambda q: torch._foreach_add_([q], 1.0), lambda x: x + 1.0, id="foreach"),
-        pytest.param(
-            lambda q: torch._foreach_lerp_([q], [values(8, 8, seed=1)], 0.5),
-            lambda x: torch.lerp(x, values(8, 8, seed=1), 0.5),
-            id="foreach_lerp",
-        ),
-        pytest.param(lambda q: torch.neg(q, out=q), torch.neg, id="neg-out"),
-        pytest.param(
-            lambda q: q.masked_fill_(values(8, 8) > 0, 0.0),
-            lambda x: x.masked_fill(values(8, 8) > 0, 0.0),
-            id="masked_fill_",
-        ),
-    ],
-)
-def test_op_that_writes_requantizes_in_place(change: Any, expected: Any) -> None:
-    q = quantized(8, 8)
-    at, want = pointers(q), expected(q.dequantize())
-    with fallback("allow"):
-        out = change(q)
-    assert pointers(q) == at
-    assert codes_of(q) == codes_of(Q.quantize(want))
-    assert out is None or (out[0] if isinstance(out, (list, tuple)) else out) is q
-
-
-def test_op_that_writes_into_a_plain_tensor_leaves_the_quantized_one() -> None:
-    q, out = quantized(8, 8), torch.empty(8, 8)
-    before = codes_of(q)
-    with fallback("allow"):
-        assert torch.add(q, 1.0, out=out) is out
-    assert torch.equal(out, q.dequantize() + 1)
-    assert codes_of(q) == before
-
-
-def test_foreach_op_over_quantized_and_plain_tensors_writes_each() -> None:
-    q, x = quantized(8, 8), values(8, 8, seed=1)
-    want = q.dequantize() * 2, x * 2
-    with fallback("allow"):
-        torch._foreach_mul_([q, x], 2.0)
-    assert codes_of(q) == codes_of(Q.quantize(want[0]))
-    assert torch.equal(x, want[1])
-
-
-def test_matmul_and_linear_give_what_the_dequantized_tensor_gives() -> None:
-    w, x = quantized(12, 8), values(3, 8)
-    with fallback("allow"):
-        assert torch.equal(x @ w.t(), x @ w.t().dequantize())
-        assert torch.allclose(torch.nn.functional.linear(x, w), x @ w.dequantize().t(), atol=1e-1)
 
 
 # -- autograd -----------------------------------------------------------------------------------
@@ -360,207 +207,6 @@ def test_quantized_tensor_is_saved_for_backward_by_an_autograd_function() -> Non
     assert torch.equal(x.grad, w.dequantize())
 
 
-# -- optimizers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
-def test_optimizer_step_requantizes_the_parameter_and_keeps_plain_moments(optimizer: Any) -> None:
-    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    w = Parameter(quantized(8, 8))
-    reference = Parameter(w.dequantize().detach().clone())
-    at = pointers(w)
-    ours, plain = optimizer([w], lr=0.1, **options), optimizer([reference], lr=0.1, **options)
-    grad = values(8, 8, seed=1)
-    w.grad, reference.grad = grad.clone(), grad.clone()
-    with fallback("allow"):
-        ours.step()
-    plain.step()
-    assert isinstance(w, ToyTensor)
-    assert pointers(w) == at
-    moments = [t for t in ours.state[w].values() if isinstance(t, Tensor) and t.dim()]
-    assert moments
-    assert all(type(t) is Tensor for t in moments)
-    # AdamW writes the parameter twice, each write rounds to a code
-    assert (w.dequantize() - reference).abs().max() <= reference.abs().max() / 127
-
-
-# -- copies -------------------------------------------------------------------------------------
-
-
-def test_deepcopy_has_memory_of_its_own_and_keeps_everything_else() -> None:
-    q = quantized(8, 8, dtype=torch.float16).requires_grad_()
-    q.grad = values(8, 8, seed=1).half()
-    q.tag = {"name": ["w"]}
-    out = copy.deepcopy(q)
-    assert to_tensor_proto(out) == to_tensor_proto(q)
-    assert out.is_leaf
-    assert codes_of(out) == codes_of(q)
-    assert not set(pointers(out)) & set(pointers(q))
-    assert torch.equal(out.grad, q.grad)
-    assert out.grad is not q.grad
-    assert out.tag == q.tag
-    assert out.tag["name"] is not q.tag["name"]
-
-
-def test_deepcopy_of_a_module_keeps_parameters_and_ties() -> None:
-    class Tied(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = Layer()
-            self.b = Layer()
-            self.b.weight = self.a.weight
-            self.a.weight.note = "first"
-
-    out = copy.deepcopy(Tied())
-    assert out.a.weight is out.b.weight
-    assert isinstance(out.a.weight, ToyTensor)
-    assert isinstance(out.a.weight, Parameter)
-    assert out.a.weight.requires_grad
-    assert out.a.weight.note == "first"
-    assert len(list(out.parameters())) == 3
-
-
-def test_copy_shares_the_buffers_and_attributes() -> None:
-    q = quantized(8, 8)
-    q.tag = ["x"]
-    out = copy.copy(q)
-    assert pointers(out) == pointers(q)
-    assert to_tensor_proto(out) == to_tensor_proto(q)
-    assert out.tag is q.tag
-    assert isinstance(copy.copy(Parameter(q)), Parameter)
-
-
-# -- modules ------------------------------------------------------------------------------------
-
-
-def test_parameter_is_a_quantized_leaf() -> None:
-    layer = Layer()
-    assert isinstance(layer.weight, ToyTensor)
-    assert [n for n, _ in layer.named_parameters()] == ["weight", "bias"]
-    assert layer.weight.is_leaf
-    assert layer.weight.requires_grad
-    assert not Parameter(quantized(4, 8), requires_grad=False).requires_grad
-
-
-@pytest.mark.parametrize(
-    "move",
-    [lambda m: m.to("meta"), lambda m: m.to(device="meta", dtype=torch.float32)],
-    ids=["device", "device-and-dtype"],
-)
-def test_module_to_device_moves_every_inner_tensor(move: Any) -> None:
-    layer = Layer()
-    weight = layer.weight
-    move(layer)
-    assert layer.weight is weight  # an optimizer keeps its hold on it
-    assert isinstance(layer.weight, ToyTensor)
-    assert {str(t.device) for t in (weight, *weight.inner_tensors().values())} == {"meta"}
-    assert weight.requires_grad
-
-
-def test_module_to_dtype_changes_only_the_nominal_dtype() -> None:
-    layer = Layer()
-    before = codes_of(layer.weight)
-    layer.to(torch.bfloat16)
-    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
-    assert isinstance(layer.weight, ToyTensor)
-    assert codes_of(layer.weight) == before
-
-
-def test_state_dict_holds_the_quantized_tensor_under_the_modules_own_names() -> None:
-    layer = Layer()
-    state = layer.state_dict()
-    assert list(state) == ["weight", "bias"]
-    assert type(state["weight"]) is ToyTensor
-    assert pointers(state["weight"]) == pointers(layer.weight)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(lambda: quantized(8, 8, seed=1), id="quantized"),
-        pytest.param(lambda: values(8, 8, seed=1).bfloat16(), id="bfloat16"),
-        pytest.param(lambda: quantized(8, 8, seed=1, quantizer=ROW), id="fewer-planes"),
-        pytest.param(
-            lambda: quantized(8, 8, seed=1, quantizer=Q.replace(rounding=Rounding.ZERO)),
-            id="rounding",
-        ),
-    ],
-)
-def test_load_state_dict_keeps_the_memory_and_leaves_no_stale_plane(source: Any) -> None:
-    layer, given = Layer(), source()
-    at = pointers(layer.weight)
-    layer.load_state_dict({"weight": given, "bias": values(8)})
-    assert pointers(layer.weight) == at
-    plain = given.dequantize() if isinstance(given, ToyTensor) else given
-    same = isinstance(given, ToyTensor) and given.quantizer == Q
-    assert codes_of(layer.weight) == codes_of(given if same else Q.quantize(plain.float()))
-
-
-def test_load_state_dict_with_assign_takes_the_tensor() -> None:
-    layer, given = Layer(), quantized(8, 8, seed=1)
-    layer.load_state_dict({"weight": given, "bias": values(8)}, assign=True)
-    assert pointers(layer.weight) == pointers(given)
-    assert isinstance(layer.weight, Parameter)
-
-
-def test_swap_tensors_swaps_everything() -> None:
-    a, b = quantized(8, 8, seed=1), quantized(4, 8, quantizer=ROW, seed=2)
-    want = [(to_tensor_proto(t), codes_of(t)) for t in (b, a)]
-    torch.utils.swap_tensors(a, b)
-    assert [(to_tensor_proto(t), codes_of(t)) for t in (a, b)] == want
-
-
-# -- checkpoints --------------------------------------------------------------------------------
-
-LOAD = """
-q, s = torch.load("q.pt", weights_only=True)
-assert type(q).__name__ == "ToyTensor" and type(s).__name__ == "ToyStorage"
-print(q.dtype, q.requires_grad, isinstance(q, torch.nn.Parameter), q.quantizer.note, s.shape)
-print([t.tolist() for t in q.inner_tensors().values()] == torch.load("codes.pt"))
-"""
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        pytest.param("import torch\nimport te_proto", id="core-after-torch"),
-        pytest.param("import te_proto\nimport torch", id="core-before-torch"),
-        pytest.param("import torch\nimport te_toy", id="plugin"),
-    ],
-)
-def test_weights_only_load_needs_no_more_than_the_core(
-    imports: str, fresh: Callable[..., str], tmp_path: Path
-) -> None:
-    q = Parameter(ROW.replace(note="saved").quantize(values(4, 8, dtype=torch.bfloat16)))
-    torch.save([q, Q.replace(internal=True).quantize(values(4, 8))], tmp_path / "q.pt")
-    torch.save(list(codes_of(q).values()), tmp_path / "codes.pt")
-    assert fresh(f"{imports}\n{LOAD}") == (
-        "torch.bfloat16 True True saved torch.Size([4, 8])\nTrue"
-    )
-
-
-def test_load_without_the_plugin_says_what_to_install(
-    fresh: Callable[..., str], tmp_path: Path
-) -> None:
-    torch.save(quantized(4, 8), tmp_path / "q.pt")
-    code = (
-        "import sys, torch, te_proto\n"
-        "sys.path = [p for p in sys.path if not p.endswith(('site', 'tests'))]\n"
-        "try: torch.load('q.pt', weights_only=True)\n"
-        "except Exception as e: print(e)"
-    )
-    assert (
-        "no installed format provides the class 'te_toy:ToyTensor'; install it with: pip install te-toy"
-    ) in fresh(code)
-
-
-def test_state_dict_round_trip_through_a_file(tmp_path: Path) -> None:
-    torch.save(Layer().state_dict(), tmp_path / "state.pt")
-    other = Layer(seed=5)
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert codes_of(other.weight) == codes_of(Layer().weight)
-
-
 # -- usages under torch -------------------------------------------------------------------------
 
 
@@ -610,3 +256,32 @@ threads = [threading.Thread(target=work) for _ in range(8)]
 print(len(found), len(set(found)), found[0][1])
 """
     assert fresh(code) == "8 1 True"
+
+
+def test_with_usage_passes_the_gradient_straight_through() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    q = ToyQuantizer().quantize(x).with_usage(columnwise=False)
+    assert q.requires_grad
+    (q.dequantize() * 3.0).sum().backward()
+    assert x.grad.unique().tolist() == [3.0]
+    with torch.no_grad():
+        assert not ToyQuantizer().quantize(x).with_usage(columnwise=False).requires_grad
+
+
+def test_a_tensor_without_planes_keeps_its_device() -> None:
+    for internal in (False, True):
+        held = ToyQuantizer(internal=internal).make_empty((8, 8), device="meta")
+        assert held.with_usage(rowwise=False, columnwise=False).device == torch.device("meta")
+
+
+def test_module_half_is_refused_and_module_to_changes_the_nominal_dtype() -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(ToyQuantizer().quantize(torch.ones(8, 8)))
+    message = (
+        "toy: data must be set to a tensor of torch.float32 on cpu, got torch.float16 on cpu; "
+        "use .to() on the tensor"
+    )
+    with pytest.raises(DtypeError, match=f"^{re.escape(message)}$"):
+        module.half()
+    assert type(module.weight) is type(module.to(torch.float16).weight)
+    assert module.weight.dtype == torch.float16

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code runs: the Triton kernels on CUDA tensors, the reference everywhere else.
+"""Which code runs: ops on CUDA tensors, which launch the Triton kernels, the reference elsewhere.
 
-The kernels are ops, so that a CUDA graph keeps them whole and a fake answers from the layout alone.
-The reference is not: Inductor fuses it with its neighbours.
+An op is kept whole in a CUDA graph, and a fake answers from the layout alone, also where triton is
+absent; then the op runs the reference. The CPU meets no op: Inductor fuses the reference with its
+neighbours.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from te_mxfp8 import reference
 from te_proto.custom_ops import custom_op
 from te_proto.proto import TensorProto
+from te_proto.quantizer import Quantizer
 from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
@@ -26,49 +28,30 @@ if TYPE_CHECKING:
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def _runs_kernels(tensor: Tensor) -> bool:
-    return _HAS_TRITON and tensor.device.type == "cuda"
-
-
 def quantize(x: Tensor, quantizer: MXFP8Quantizer) -> dict[str, Tensor]:
     """Return the buffers of ``x``."""
-    if _runs_kernels(x):
+    if x.device.type == "cuda":
         return QuantizedStorage.inner_tensors(quantize_op(x, quantizer.replace(internal=True)))
-    return reference.quantize(
-        x,
-        dtype=quantizer.dtype,
-        rowwise=quantizer.rowwise,
-        columnwise=quantizer.columnwise,
-        two_d=quantizer.with_2d_quantization,
-        swizzled=quantizer.optimize_for_gemm,
-    )
+    return _reference_quantize(x, quantizer)
 
 
 def quantize_into(
     x: Tensor, quantizer: MXFP8Quantizer, out: dict[str, Tensor], noop: Tensor | None
 ) -> bool:
-    """Fill the buffers ``out`` with the kernel, or return False where it does not run."""
-    if _runs_kernels(x):
+    """Fill the buffers ``out`` with the op, or return False where it does not run."""
+    if x.device.type == "cuda":
         context = quantizer.replace(internal=True).create_metadata(x.dtype)
         quantize_into_op(x, context.build(out, x.shape), noop)
         return True
     return False
 
 
-def dequantize(storage: MXFP8Storage, quantizer: MXFP8Quantizer, dtype: torch.dtype) -> Tensor:
+def dequantize(storage: MXFP8Storage, dtype: torch.dtype) -> Tensor:
     """Return the plain tensor; the rowwise plane is read if it is held."""
-    data, scale_inv, columnwise = _held_plane(storage)
-    if _runs_kernels(data):
+    if storage.device.type == "cuda":
         out: Tensor = dequantize_op(storage, dtype)
         return out
-    return reference.dequantize(
-        data,
-        scale_inv,
-        dtype=quantizer.dtype,
-        columnwise=columnwise,
-        swizzled=quantizer.optimize_for_gemm,
-        out_dtype=dtype,
-    )
+    return _reference_dequantize(storage, dtype)
 
 
 @custom_op(
@@ -78,16 +61,23 @@ def dequantize(storage: MXFP8Storage, quantizer: MXFP8Quantizer, dtype: torch.dt
     ),
 )
 def quantize_op(x: Tensor, quantizer: MXFP8Quantizer) -> MXFP8Storage:
-    """Quantize with the Triton kernel."""
-    out: MXFP8Storage = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
+    """Quantize a CUDA tensor."""
+    context = quantizer.create_metadata(x.dtype)
+    if not _HAS_TRITON:
+        plain: MXFP8Storage = context.build(_reference_quantize(x, quantizer), x.shape)
+        return plain
+    out: MXFP8Storage = context.build(quantizer.alloc_tensors(x.shape, x.device), x.shape)
     _launch(x, out, None)
     return out
 
 
 @custom_op("te_mxfp8::quantize_into", mutates=("out",))
 def quantize_into_op(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
-    """Quantize into the buffers of ``out`` with the Triton kernel."""
-    _launch(x, out, noop)
+    """Quantize a CUDA tensor into the buffers of ``out``."""
+    if _HAS_TRITON:
+        _launch(x, out, noop)
+    else:
+        Quantizer.quantize_into_impl(out.quantizer, x, out.inner_tensors(), noop)
 
 
 @custom_op(
@@ -95,7 +85,9 @@ def quantize_into_op(x: Tensor, out: MXFP8Storage, noop: Tensor | None) -> None:
     outputs=lambda q, dtype: TensorProto(shape=q.shape, dtype=dtype, device=q.device),
 )
 def dequantize_op(q: MXFP8Storage, dtype: torch.dtype) -> Tensor:
-    """Dequantize with the Triton kernel."""
+    """Dequantize a CUDA tensor."""
+    if not _HAS_TRITON:
+        return _reference_dequantize(q, dtype)
     from te_mxfp8.kernels.dequantize import launch_dequantize  # imports triton
 
     data, scale_inv, columnwise = _held_plane(q)
@@ -109,6 +101,29 @@ def dequantize_op(q: MXFP8Storage, dtype: torch.dtype) -> Tensor:
         swizzled=q.quantizer.optimize_for_gemm,
     )
     return out
+
+
+def _reference_quantize(x: Tensor, quantizer: MXFP8Quantizer) -> dict[str, Tensor]:
+    return reference.quantize(
+        x,
+        dtype=quantizer.dtype,
+        rowwise=quantizer.rowwise,
+        columnwise=quantizer.columnwise,
+        two_d=quantizer.with_2d_quantization,
+        swizzled=quantizer.optimize_for_gemm,
+    )
+
+
+def _reference_dequantize(storage: MXFP8Storage, dtype: torch.dtype) -> Tensor:
+    data, scale_inv, columnwise = _held_plane(storage)
+    return reference.dequantize(
+        data,
+        scale_inv,
+        dtype=storage.quantizer.dtype,
+        columnwise=columnwise,
+        swizzled=storage.quantizer.optimize_for_gemm,
+        out_dtype=dtype,
+    )
 
 
 def _held_plane(storage: MXFP8Storage) -> tuple[Tensor, Tensor, bool]:

@@ -95,4 +95,4 @@ class MXFP8Quantizer(Quantizer):
     ) -> Tensor:
         """Dequantize the rowwise plane if it is held, else the columnwise one."""
         storage = self.replace(internal=True).create_metadata(dtype).build(inner, shape)
-        return ops.dequantize(storage, self, dtype)
+        return ops.dequantize(storage, dtype)

@@ -29,6 +29,8 @@ from te_proto.storage import FlattenContext, QuantizedStorage, is_torch_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from te_proto.layout import BufferSpec
+
 _CONSTANTS = (bool, float, str, type(None))
 
 
@@ -114,6 +116,8 @@ class CustomOp:
                     "which an op cannot pass on; detach() or dequantize() it"
                 )
                 raise UsageError(msg)
+            if name in self._mutates and isinstance(value, QuantizedStorage):
+                QuantizedStorage.check_writable(value)
             entries.append(
                 _flatten(name, value, mutated if name in self._mutates else tensors, sizes)
             )
@@ -140,14 +144,20 @@ class CustomOp:
             ctx._te_sizes, ctx._te_call = len(inputs[1]), inputs[2]
             values = self._unflatten(*inputs)
             protos = self._outputs(*[_proto(v) for v in values])
-            ctx._te_counts = [len(p.inner_names()) for p in _each(protos)]
+            ctx._te_results = [(p.is_quantized, len(p.inner_names())) for p in _each(protos)]
             if setup_context is not None:
                 setup_context(ctx, tuple(values), _assemble(protos, output))
+            # a float buffer of a quantized result, such as a scale, would require grad
+            rest, buffers = iter(output), []
+            for quantized, count in ctx._te_results:
+                inner = [next(rest) for _ in range(count)]
+                buffers.extend(inner if quantized else [])
+            ctx.mark_non_differentiable(*buffers, *(ctx.non_differentiable or ()))
 
-        def run(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, list[None], None]:
+        def run(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, list[None] | None, None]:
             at, of_results = 0, []
-            for count in ctx._te_counts:
-                of_results.append(grads[at] if count == 1 else None)
+            for quantized, count in ctx._te_results:
+                of_results.append(None if quantized else grads[at])
                 at += count
             of_arguments = backward(ctx, *of_results)
             if not isinstance(of_arguments, tuple):
@@ -158,7 +168,8 @@ class CustomOp:
                     flat.append(grad)
                 elif entry[0] == "quantized":
                     flat.extend([None] * len(entry[1]))
-            return flat, [None] * ctx._te_sizes, None
+            # torch takes a list of numbers for one leaf, an empty one for an empty list of tensors
+            return flat, None if ctx._te_sizes else [], None
 
         torch.library.register_autograd(self.name, run, setup_context=setup, lib=self._lib)
         self._differentiable = True
@@ -167,7 +178,7 @@ class CustomOp:
         given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         if (
             len(args) > len(self._names)
-            or any(n not in self._names for n in kwargs)
+            or any(n not in self._names[len(args) :] for n in kwargs)
             or len(given) != len(self._names)
         ):
             msg = (
@@ -290,9 +301,7 @@ def _flatten(
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("plain",)
-    if isinstance(value, Quantizer):
-        return ("const", value)
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, (Quantizer, *_CONSTANTS)):
         return ("const", value)
     if isinstance(value, (int, torch.SymInt)):
         sizes.append(value)
@@ -301,7 +310,7 @@ def _flatten(
         return ("dtype", str(value)[6:])
     if isinstance(value, torch.device):
         return ("device", str(value))
-    if isinstance(value, (tuple, list)):  # torch.Size too
+    if isinstance(value, (tuple, list)) and all(isinstance(v, (int, torch.SymInt)) for v in value):
         sizes.extend(value)
         return ("ints", len(value))
     msg = (
@@ -344,8 +353,11 @@ def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor]
     if len(wanted) != len(found):
         msg = f"{name}: outputs describes {len(wanted)} results, the op returned {len(found)}"
         raise LayoutError(msg)
-    held = {t.data_ptr() for t in inputs if t.numel() and t.device.type != "meta"}
+    held = {t.untyped_storage()._cdata for t in inputs}
     for i, (proto, result) in enumerate(zip(wanted, found, strict=True)):
+        if not isinstance(result, (Tensor, QuantizedStorage)):
+            msg = f"{name}: result {i} is described as a tensor, got a {type(result).__name__}"
+            raise LayoutError(msg)
         real = to_tensor_proto(result)
         if proto.quantizer is not None:
             proto = proto.replace(quantizer=proto.quantizer.at_rest())
@@ -356,12 +368,34 @@ def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor]
                     f"got {getattr(real, what)}"
                 )
                 raise LayoutError(msg)
-        inner = result.inner_tensors() if isinstance(result, QuantizedStorage) else {"data": result}
-        for buffer, (key, spec) in zip(inner.items(), proto.inner_specs().items(), strict=True):
-            got = (buffer[0], tuple(buffer[1].shape), buffer[1].dtype, buffer[1].is_contiguous())
-            if got != (key, tuple(spec.shape), spec.dtype, True):
-                msg = f"{name}: result {i} is described with {key} {spec}, got {got}"
+        inner: dict[str, Any] = {"data": result}
+        if isinstance(result, QuantizedStorage):
+            cls, inner = proto.create_metadata().cls, result.inner_tensors()
+            if type(result) is not cls:
+                msg = (
+                    f"{name}: class of result {i} is described as {cls.__name__}, "
+                    f"got {type(result).__name__}"
+                )
                 raise LayoutError(msg)
-            if buffer[1].data_ptr() in held:
-                msg = f"{name}: {key} of result {i} is an argument; return a new tensor"
-                raise LayoutError(msg)
+        _check_buffers(f"{name}: result {i}", proto.inner_specs(), inner, held)
+
+
+def _check_buffers(
+    what: str, specs: dict[str, BufferSpec], inner: dict[str, Tensor], held: set[int]
+) -> None:
+    if list(inner) != list(specs):
+        msg = f"{what} is described with the buffers {list(specs)}, got {list(inner)}"
+        raise LayoutError(msg)
+    for key, spec in specs.items():
+        buffer = inner[key]
+        got = (tuple(buffer.shape), buffer.dtype)
+        if got != (tuple(spec.shape), spec.dtype) or not buffer.is_contiguous():
+            msg = (
+                f"{what} is described with {key} contiguous, {spec.dtype} of shape "
+                f"{tuple(spec.shape)}, got {buffer.dtype} of shape {got[0]} and strides "
+                f"{buffer.stride()}"
+            )
+            raise LayoutError(msg)
+        if buffer.untyped_storage()._cdata in held:
+            msg = f"{what} shares the memory of {key} with an argument; return a new tensor"
+            raise LayoutError(msg)

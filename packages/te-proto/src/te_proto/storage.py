@@ -51,14 +51,27 @@ class FlattenContext(NamedTuple):
     dtype: torch.dtype
 
     def build(
-        self, inner: Mapping[str, Tensor], shape: Sequence[int], *, requires_grad: bool = False
+        self,
+        inner: Mapping[str, Tensor],
+        shape: Sequence[int],
+        *,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
     ) -> Any:
-        """Assemble the tensor or storage from its inner tensors."""
+        """Assemble the tensor or storage from its inner tensors; ``device`` is for none at all."""
         if issubclass(self.cls, Tensor):
             make: Any = self.cls  # mypy would look for Tensor's own arguments
-            return make(inner, self.quantizer, shape, self.dtype, requires_grad=requires_grad)
+            return make(
+                inner,
+                self.quantizer,
+                shape,
+                self.dtype,
+                requires_grad=requires_grad,
+                device=device,
+            )
         # dynamo constructs a plain object only of a class that it reaches from a global
-        return getattr(_Sourced, self.cls.class_key)(inner, self.quantizer, shape, self.dtype)
+        storage = getattr(_Sourced, self.cls.class_key)
+        return storage(inner, self.quantizer, shape, self.dtype, device=device)
 
 
 class QuantizedStorage:
@@ -115,10 +128,12 @@ class QuantizedStorage:
         quantizer: Quantizer,
         shape: Sequence[int],
         dtype: torch.dtype,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.device = _device_of(inner)
+        self.device = device_of(inner, device)
         self._set(inner, quantizer)
 
     def _set(self, inner: Mapping[str, Tensor], quantizer: Quantizer) -> None:
@@ -156,7 +171,8 @@ class QuantizedStorage:
     ) -> Self:
         """Return a tensor or storage of this class around other inner tensors."""
         context = FlattenContext(type(self), quantizer or self.quantizer, dtype or self.dtype)
-        result: Self = context.build(inner, self.shape if shape is None else shape)
+        shape = self.shape if shape is None else shape
+        result: Self = context.build(inner, shape, device=self.device)
         return result
 
     # -- usages -----------------------------------------------------------------------------------
@@ -321,8 +337,9 @@ class QuantizedStorage:
         )
 
 
-def _device_of(inner: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(inner.values())).device if inner else torch.device("cpu")
+def device_of(inner: Mapping[str, Tensor], otherwise: torch.device | None) -> torch.device:
+    """Return the device of the inner tensors, or ``otherwise`` (the CPU) where there is none."""
+    return next(iter(inner.values())).device if inner else otherwise or torch.device("cpu")
 
 
 def prepare_for_saving(

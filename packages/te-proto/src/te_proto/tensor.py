@@ -18,9 +18,9 @@ from typing_extensions import Self
 
 from te_proto._classes import class_id
 from te_proto._ops import handlers
-from te_proto.errors import FallbackError, ShapeError
+from te_proto.errors import DtypeError, FallbackError, ShapeError
 from te_proto.layout import check_layout
-from te_proto.storage import QuantizedStorage
+from te_proto.storage import QuantizedStorage, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +82,7 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         shape: logical shape; the tensor is dense and row-major.
         dtype: nominal dtype.
         requires_grad: as for any tensor.
+        device: where a tensor without any inner tensor is said to be.
 
     Raises:
         LayoutError: ``inner`` is not what ``quantizer`` describes.
@@ -96,6 +97,7 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         dtype: torch.dtype,
         *,
         requires_grad: bool = False,
+        device: torch.device | None = None,
     ) -> Self:
         """Make the tensor that torch sees around the inner tensors."""
         if not torch.compiler.is_compiling():
@@ -104,7 +106,7 @@ class QuantizedTensor(QuantizedStorage, Tensor):
             cls,
             torch.Size(shape) if not torch.compiler.is_compiling() else shape,
             dtype=dtype,
-            device=next(iter(inner.values())).device if inner else torch.device("cpu"),
+            device=device_of(inner, device),
             requires_grad=requires_grad,
         )
         for name in cls.inner_names:
@@ -146,6 +148,17 @@ class QuantizedTensor(QuantizedStorage, Tensor):
             UsageError: no plane is held.
         """
         out: Tensor = torch.ops.te_proto.dequantize(self, dtype)
+        return out
+
+    def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+        """Return the tensor with other planes; the gradient passes straight through.
+
+        Raises:
+            UsageError: a plane is asked for that is not held and cannot be derived.
+        """
+        out = super().with_usage(rowwise=rowwise, columnwise=columnwise)
+        if torch.is_grad_enabled() and self.requires_grad:
+            out = torch.ops.te_proto.straight_through(self, out)
         return out
 
     def quantize_(self, x: Tensor, noop: Tensor | None = None) -> Self:
@@ -196,11 +209,14 @@ class QuantizedTensor(QuantizedStorage, Tensor):
                 f"{tuple(self.shape)}, got {tuple(value.shape)}"
             )
             raise ShapeError(msg)
-        if (
-            isinstance(value, type(self))
-            and value.dtype == self.dtype
-            and value.device == self.device
-        ):
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            # Module.half() comes here: to keep the old dtype and say nothing would be a lie
+            msg = (
+                f"{self.quantizer.format_name}: data must be set to a tensor of {self.dtype} on "
+                f"{self.device}, got {value.dtype} on {value.device}; use .to() on the tensor"
+            )
+            raise DtypeError(msg)
+        if isinstance(value, type(self)):
             self._set(value.inner_tensors(), value.quantizer)
         else:
             self.quantize_(value.detach())

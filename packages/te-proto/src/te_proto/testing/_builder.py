@@ -101,7 +101,7 @@ class _AsmCall:
         return self._results[index]
 
 
-class ExactBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
+class ExactBuilder(stock.InterpreterBuilder):
     """The builder of one launch; ``regions`` are its tensor arguments, in order of their tags."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class ExactBuilder(stock.InterpreterBuilder):  # type: ignore[misc]
         return super().create_atomic_cas(ptr, cmp, val, *rest)
 
 
-class ExactReduce(stock.ReduceOps):  # type: ignore[misc]
+class ExactReduce(stock.ReduceOps):
     """``tl.sum`` of bf16 in float32 with one rounding; stock adds the bit patterns.
 
     ``tl.max`` and ``tl.min`` widen bf16 themselves, before they come here.

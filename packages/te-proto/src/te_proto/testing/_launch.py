@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MISSING = object()
 
 
-class _Rewriter(stock.FunctionRewriter):  # type: ignore[misc]
+class _Rewriter(stock.FunctionRewriter):
     """Rewrites assignments as stock does, but leaves the kernel's module as it was.
 
     Stock copies its own globals there (numpy, ast and more), which hides a missing import from
