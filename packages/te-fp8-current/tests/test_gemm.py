@@ -35,7 +35,10 @@ def test_operand_is_a_view_of_what_is_held(
         q = Quantizer(**fields, internal=internal).quantize(random(*shape))
         operand = q.gemm_operand(columnwise=columnwise)
         assert operand is not None
-        assert (operand.scaling, operand.swizzle) == (ScalingType.TensorWise, SwizzleType.NO_SWIZZLE)
+        assert (operand.scaling, operand.swizzle) == (
+            ScalingType.TensorWise,
+            SwizzleType.NO_SWIZZLE,
+        )
         assert operand.scale is q.fp8_scale_inv
         assert operand.data.dtype == KINDS[fields["dtype"]]
         values = q.dequantize(torch.float32).reshape(m, k)

@@ -74,7 +74,6 @@ def test_every_case_is_used_or_refused_for_a_known_reason() -> None:
     assert {name: case.refused for name, case in CASES.items() if not case.allowed} == {
         "REFONLY_inf_f32": "kernel uses scale 1.0 when amax is inf; "
         "reference uses scale 0 / scale_inv inf",
-        "REFONLY_nan_f32": "kernel ignores NaN in amax; "
-        "reference propagates NaN to the scale",
+        "REFONLY_nan_f32": "kernel ignores NaN in amax; reference propagates NaN to the scale",
         "recipeRef_tiny_bf16": "kernel uses FLT_MAX for every input dtype",
     }

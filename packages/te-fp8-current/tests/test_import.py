@@ -38,5 +38,7 @@ def test_every_public_name_resolves_without_triton() -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'te_fp8_current' has no attribute 'absent'$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'te_fp8_current' has no attribute 'absent'$"
+    ):
         te_fp8_current.absent  # noqa: B018

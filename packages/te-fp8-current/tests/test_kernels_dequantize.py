@@ -103,7 +103,10 @@ def test_an_empty_tensor_is_not_launched(
 
 
 def test_an_output_with_gaps_is_refused() -> None:
-    buffers = {"fp8_data": random_codes((3, 8), torch.device("cpu")), "fp8_scale_inv": torch.ones(1)}
+    buffers = {
+        "fp8_data": random_codes((3, 8), torch.device("cpu")),
+        "fp8_scale_inv": torch.ones(1),
+    }
     message = (
         "fp8_current: out must be contiguous to be written in place, got strides (1, 3) "
         "for shape (3, 8); write into a new buffer"

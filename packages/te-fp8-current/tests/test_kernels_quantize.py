@@ -34,9 +34,7 @@ WHICH = {"both": (True, True), "codes": (True, False), "transpose": (False, True
 def fresh(x: Tensor, which: str) -> dict[str, Tensor]:
     """Return buffers in which a byte that the kernel does not write is 0xFF."""
     rowwise, columnwise = WHICH[which]
-    shapes = buffer_shapes(
-        x.shape, rowwise=rowwise, columnwise=columnwise, separate_transpose=True
-    )
+    shapes = buffer_shapes(x.shape, rowwise=rowwise, columnwise=columnwise, separate_transpose=True)
     return {
         name: torch.full(shape, 0xFF, dtype=torch.uint8, device=x.device)
         if name != "fp8_scale_inv"
@@ -61,9 +59,7 @@ def check(
     options = {"dtype": dtype, "force_pow_2_scales": pow_2, "amax_epsilon": epsilon}
     launch_quantize(x, amax.to(x.device), buffers, **options, **launch)
     data, transpose = WHICH[which]
-    expected = reference.quantize(
-        x.cpu(), amax.cpu(), **options, data=data, transpose=transpose
-    )
+    expected = reference.quantize(x.cpu(), amax.cpu(), **options, data=data, transpose=transpose)
     assert list(buffers) == list(expected)
     for name, buffer in expected.items():
         assert_same_bits(buffers[name].cpu(), buffer, what=name)
@@ -100,10 +96,14 @@ def test_scale_of_every_binade(
     dtype: str, pow_2: bool, epsilon: float, device: torch.device
 ) -> None:
     bits = [0, 1, 2, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, -0x400000]
-    bits += [(e << 23) + top + o for e in range(1, 255, 11) for top in (0, 0x600000) for o in (-1, 0, 1)]
-    x = torch.tensor([1.0, -2.0**-130, 2.0**100], device=device)
+    bits += [
+        (e << 23) + top + o for e in range(1, 255, 11) for top in (0, 0x600000) for o in (-1, 0, 1)
+    ]
+    x = torch.tensor([1.0, -(2.0**-130), 2.0**100], device=device)
     for amax in torch.tensor(bits, dtype=torch.int32).view(torch.float32):
-        check(x, "codes", amax=amax.reshape(1), dtype=dtype, pow_2=pow_2, epsilon=epsilon, tile=(1, 4))
+        check(
+            x, "codes", amax=amax.reshape(1), dtype=dtype, pow_2=pow_2, epsilon=epsilon, tile=(1, 4)
+        )
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])

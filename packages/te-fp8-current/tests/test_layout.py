@@ -38,8 +38,8 @@ def row_id(row: dict[str, Any]) -> str:
 
 
 ROWS = {row_id(row): row for row in GOLDEN["inner_tensor_specs"]}
-# the peer's Python helper asks for the last axis of a 0-d tensor; its C++ allocator, which makes the
-# tensor, gives a transpose of shape ()
+# the peer's Python helper asks for the last axis of a 0-d tensor; its C++ allocator, which makes
+# the tensor, gives a transpose of shape ()
 SCALAR = [name for name, row in ROWS.items() if row["specs"] == "IndexError"]
 
 
@@ -61,9 +61,8 @@ def described(row: dict[str, Any]) -> list[list[Any]]:
 def test_every_row_of_the_peer_is_tested_once() -> None:
     assert len(ROWS) == len(GOLDEN["inner_tensor_specs"]) == 224
     planes = ("rowwise+columnwise", "columnwise")
-    assert SCALAR == [
-        f"sm_{cc}-{plane}-scalar" for cc in (89, 90, 120, 121) for plane in planes
-    ]
+    names = [f"sm_{cc}-{plane}-scalar" for cc in (89, 90, 120, 121) for plane in planes]
+    assert names == SCALAR
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in SCALAR])
@@ -92,7 +91,7 @@ def test_transpose_of_a_scalar_is_a_scalar(name: str) -> None:
 def test_device_capability_says_whether_transposes_are_separate(
     capability: tuple[int, int], non_tn: bool
 ) -> None:
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         assert needs_separate_transpose("cuda") is not non_tn
         assert needs_separate_transpose(torch.device("cuda", 1)) is not non_tn
 

@@ -139,9 +139,9 @@ def test_both_usages_have_the_same_codes_and_scale(options: Options) -> None:
     for fields in options:
         quantizer = Quantizer(**fields)
         q = quantizer.quantize(x)
-        whole = quantizer.replace(
-            rowwise=True, columnwise=True, separate_transpose=True
-        ).quantize(x)
+        whole = quantizer.replace(rowwise=True, columnwise=True, separate_transpose=True).quantize(
+            x
+        )
         for name, buffer in q.inner_tensors().items():
             assert_same_bits(buffer, getattr(whole, name), what=name)
         assert_same_bits(q.dequantize(), whole.dequantize())
@@ -321,6 +321,4 @@ def test_options_of_the_recipe_are_those_of_every_role() -> None:
 def test_recipe_refuses_e5m2_alone() -> None:
     with pytest.raises(QuantizerError) as raised:
         Float8CurrentScaling(fp8_format="e5m2")
-    assert str(raised.value) == (
-        "fp8_current: fp8_format must be 'hybrid' or 'e4m3', got 'e5m2'"
-    )
+    assert str(raised.value) == ("fp8_current: fp8_format must be 'hybrid' or 'e4m3', got 'e5m2'")

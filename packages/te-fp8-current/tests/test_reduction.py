@@ -152,7 +152,9 @@ def test_out_of_the_quantizer_at_rest_is_filled(of_one: list[str]) -> None:
     ("quantizer", "call", "message"),
     [
         pytest.param(REDUCING, {}, "needs group with the call, got None", id="missing"),
-        pytest.param(Quantizer(), {"group": "mine"}, "takes no group with the call, got mine", id="idle"),
+        pytest.param(
+            Quantizer(), {"group": "mine"}, "takes no group with the call, got mine", id="idle"
+        ),
     ],
 )
 def test_group_is_given_where_it_is_used_and_nowhere_else(

@@ -109,28 +109,68 @@ DIFFERENT = [
     ),
     # 448 / amax overflows: the scale is the largest float32, or 2**127, and its inverse subnormal
     pytest.param(
-        E4M3, (F32,), [1e-37, -1e-37], (0x00200000, [0x61, 0xE1]), (0x00400000, [0x59, 0xD9]), id="1e-37"
+        E4M3,
+        (F32,),
+        [1e-37, -1e-37],
+        (0x00200000, [0x61, 0xE1]),
+        (0x00400000, [0x59, 0xD9]),
+        id="1e-37",
     ),
     pytest.param(
-        E4M3, (F32,), [2.0**-149, -(2.0**-149)], (0x00200000, [0, 0x80]), (0x00400000, [0, 0x80]), id="tiny-f32"
+        E4M3,
+        (F32,),
+        [2.0**-149, -(2.0**-149)],
+        (0x00200000, [0, 0x80]),
+        (0x00400000, [0, 0x80]),
+        id="tiny-f32",
     ),
     pytest.param(
-        E4M3, (F32, BF16), [2.0**-133, -(2.0**-133)], (0x00200000, [0x10, 0x90]), (0x00400000, [0x08, 0x88]), id="tiny-bf16"
+        E4M3,
+        (F32, BF16),
+        [2.0**-133, -(2.0**-133)],
+        (0x00200000, [0x10, 0x90]),
+        (0x00400000, [0x08, 0x88]),
+        id="tiny-bf16",
     ),
     pytest.param(
-        E5M2, (F32, BF16), [2.0**-133], (0x00200000, [0x28]), (0x00400000, [0x24]), id="e5m2-tiny-bf16"
+        E5M2,
+        (F32, BF16),
+        [2.0**-133],
+        (0x00200000, [0x28]),
+        (0x00400000, [0x24]),
+        id="e5m2-tiny-bf16",
     ),
     pytest.param(
-        E4M3, ALL, [2.0**-24, -(2.0**-24)], (0x2F124925, [0x7E, 0xFE]), (0x2F800000, [0x78, 0xF8]), id="tiny-f16"
+        E4M3,
+        ALL,
+        [2.0**-24, -(2.0**-24)],
+        (0x2F124925, [0x7E, 0xFE]),
+        (0x2F800000, [0x78, 0xF8]),
+        id="tiny-f16",
     ),
     pytest.param(
-        E4M3, (F32,), [FLT_MAX, -FLT_MAX, 1.0], (0x7B124924, [0x7E, 0xFE, 0]), (0x7B800000, [0x78, 0xF8, 0]), id="flt-max"
+        E4M3,
+        (F32,),
+        [FLT_MAX, -FLT_MAX, 1.0],
+        (0x7B124924, [0x7E, 0xFE, 0]),
+        (0x7B800000, [0x78, 0xF8, 0]),
+        id="flt-max",
     ),
     pytest.param(
-        E5M2, (F32,), [FLT_MAX, -FLT_MAX], (0x77924924, [0x7B, 0xFB]), (0x78000000, [0x78, 0xF8]), id="e5m2-flt-max"
+        E5M2,
+        (F32,),
+        [FLT_MAX, -FLT_MAX],
+        (0x77924924, [0x7B, 0xFB]),
+        (0x78000000, [0x78, 0xF8]),
+        id="e5m2-flt-max",
     ),
     pytest.param(
-        E4M3, (F32, F16), [65504.0, -65504.0], (0x431236DB, [0x7E, 0xFE]), (0x43800000, [0x78, 0xF8]), id="f16-max"
+        E4M3,
+        (F32, F16),
+        [65504.0, -65504.0],
+        (0x431236DB, [0x7E, 0xFE]),
+        (0x43800000, [0x78, 0xF8]),
+        id="f16-max",
     ),
 ]
 
@@ -203,7 +243,11 @@ def test_power_of_two_steps_down_one_ulp_above_the_largest_code(
     step = 2.0 ** math.floor(math.log2(largest)) * ulp
     for k in range(-100, 101):
         found = [
-            float(quantize(torch.tensor([a * 2.0**k], dtype=x_dtype), dtype, pow_2=True)["fp8_scale_inv"])
+            float(
+                quantize(torch.tensor([a * 2.0**k], dtype=x_dtype), dtype, pow_2=True)[
+                    "fp8_scale_inv"
+                ]
+            )
             for a in (largest - step, largest, largest + step)
         ]
         assert found == [2.0**k, 2.0**k, 2.0 ** (k + 1)], k
@@ -300,9 +344,7 @@ def test_scale_equals_the_oracle_around_every_power_of_two(dtype: str, pow_2: bo
     off = torch.tensor([-1, 0, 1], dtype=torch.int32)
     bits = (exponents[:, None, None] + tops[:, None] + off).flatten()
     amax = torch.cat([bits, torch.arange(8, dtype=torch.int32)]).view(torch.float32)
-    found = reference.scale_from_amax(
-        amax, dtype=dtype, force_pow_2_scales=pow_2, amax_epsilon=0.0
-    )
+    found = reference.scale_from_amax(amax, dtype=dtype, force_pow_2_scales=pow_2, amax_epsilon=0.0)
     expected = [oracle_scale(a, dtype, pow_2, 0.0) for a in amax.tolist()]
     assert_same_bits(found, torch.tensor(expected, dtype=torch.float64).float())
     assert (found > 0).all()

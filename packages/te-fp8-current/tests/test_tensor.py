@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views, slices, transposition: the codes of the part under the scale of the whole, or a fallback."""
+"""Views, slices, transposition: codes of the part under the scale of the whole, or a fallback."""
 
 from __future__ import annotations
 
@@ -266,7 +266,11 @@ def test_one_buffer_serves_every_usage(
 @pytest.mark.parametrize("shape", [(5, 9), (2, 3, 5), (7,), ()], ids=str)
 @pytest.mark.parametrize("internal", [False, True], ids=["tensor", "internal"])
 def test_separate_transpose_is_dropped_and_made_and_codes_are_only_dropped(
-    in_place: bool, shape: tuple[int, ...], internal: bool, options: Options, assert_same_planes: Same
+    in_place: bool,
+    shape: tuple[int, ...],
+    internal: bool,
+    options: Options,
+    assert_same_planes: Same,
 ) -> None:
     x = hostile(shape, torch.float32)
     for fields, (rowwise, columnwise) in itertools.product(options, CHANGES):

@@ -136,9 +136,7 @@ def amax_op(x: Tensor, noop: Tensor | None) -> Tensor:
         shape=x.shape, dtype=x.dtype, quantizer=quantizer, device=x.device
     ),
 )
-def quantize_op(
-    x: Tensor, amax: Tensor, quantizer: Float8CurrentScalingQuantizer
-) -> Float8Storage:
+def quantize_op(x: Tensor, amax: Tensor, quantizer: Float8CurrentScalingQuantizer) -> Float8Storage:
     """Quantize with the Triton kernel."""
     out: Float8Storage = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, amax, out, None)

@@ -96,7 +96,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def quantize_into_impl(
         self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None, **call: Any
     ) -> None:
-        """Quantize ``x`` into ``out``; every rank of a group must call it, whatever its ``noop``."""
+        """Quantize ``x`` into ``out``; all ranks of a group must call it, whatever their noop."""
         ops.quantize_into(x, self, out, noop, **call)
 
     def dequantize_impl(

@@ -42,11 +42,8 @@ def amax(x: Tensor, noop: Tensor | None = None) -> Tensor:
     """
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
-    if _is_long(x):
-        top = _amax_of_words(x)
-    else:
-        # exact in the input's own dtype, at half the bytes of float32
-        top = x.abs().masked_fill_(x != x, 0.0).amax()
+    # exact in the input's own dtype, at half the bytes of float32
+    top = _amax_of_words(x) if _is_long(x) else x.abs().masked_fill_(x != x, 0.0).amax()
     top = top.float().reshape(1)
     return top if noop is None else torch.where(noop.reshape(1) == 1.0, 0.0, top)
 
@@ -103,8 +100,8 @@ def quantize(
         transpose: make the codes with the last axis in front, the same ones.
 
     Returns:
-        uint8 ``fp8_data`` of the shape of ``x``, uint8 ``data_transpose`` and float32 ``fp8_scale_inv``
-        ``[1]``.
+        ``fp8_data``, uint8 of the shape of ``x``; ``data_transpose``, uint8; ``fp8_scale_inv``,
+        float32 ``[1]``.
 
     Source:
         TransformerEngine, ``common/transpose/cast_transpose.cu``.
@@ -124,7 +121,7 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, *, dtype: str, out_dtype: torch.dtype) -> Tensor:
-    """Return the values of ``codes``, in their order: one float32 product, rounded to ``out_dtype``.
+    """Return the values of ``codes``, in their order: a float32 product, rounded to ``out_dtype``.
 
     Args:
         codes: uint8, any shape and strides.
@@ -179,11 +176,7 @@ def _amax_of_words(x: Tensor) -> Tensor:
     limits = torch.iinfo(word)
     infinity = int(torch.tensor(math.inf, dtype=x.dtype).view(word))
     tops = [
-        part.view(word)
-        .bitwise_and(limits.max)
-        .sub_(infinity + 1)
-        .bitwise_xor_(limits.min)
-        .amax()
+        part.view(word).bitwise_and(limits.max).sub_(infinity + 1).bitwise_xor_(limits.min).amax()
         for part in _parts(x)
     ]
     zero = limits.max - infinity
@@ -213,4 +206,5 @@ def _is_long(x: Tensor) -> bool:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    return x.view(-1).split(_PART)
+    parts: tuple[Tensor, ...] = x.view(-1).split(_PART)
+    return parts

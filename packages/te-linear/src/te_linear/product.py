@@ -42,11 +42,11 @@ def matmul(a: Any, b: Any, *, a_columnwise: bool, b_columnwise: bool) -> Tensor:
 
 def _takes(a: GemmOperand, b: GemmOperand) -> bool:
     """Whether the device multiplies the pair as it is."""
+    (rows, summed), columns = a.data.shape, b.data.shape[0]
     if a.data.device.type == "cpu":
-        return _ON_CPU
+        return _ON_CPU and summed != 1  # Inductor takes no matrix of one column
     if a.data.device.type != "cuda" or not _has_float8_gemm(a.data.device):
         return False
-    (rows, summed), columns = a.data.shape, b.data.shape[0]
     if summed % _MULTIPLE or columns % _MULTIPLE or rows * summed * columns == 0:
         return False
     return not (a.data.dtype == b.data.dtype == torch.float8_e5m2)

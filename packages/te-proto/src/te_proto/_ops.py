@@ -121,12 +121,14 @@ def _view_as(q: Any, shape: Sequence[int]) -> Any:
         return NotImplemented
     held = q.inner_tensors()
     out = q.like(inner, shape=shape)
-    # codes of the logical shape are a view, or the scales beside them are copies too
-    others = {n: t for n, t in inner.items() if tuple(t.shape) != tuple(shape)}
-    out.is_view_copy = q.is_view_copy or not all(
-        t is held[n] or torch._C._is_alias_of(t, held[n]) for n, t in others.items()
-    )
+    # codes of the logical shape are a view, or what is beside them is a copy too
+    beside = {n: t for n, t in inner.items() if tuple(t.shape) != tuple(shape)}
+    out.is_view_copy = q.is_view_copy or not all(_shares(t, held[n]) for n, t in beside.items())
     return out
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a is b or torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
 
 def _view_copy(

@@ -37,7 +37,7 @@ def all_reduce_max(x: Tensor, group: str) -> Tensor:
 
 def _check_group(group: str) -> None:
     try:
-        torch._C._distributed_c10d._resolve_process_group(group)
+        torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a NewType
     except RuntimeError as error:
         msg = (
             f"group must be the c10d name of a process group of this process, got {group!r}; pass "
