@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from te_fp8_current import Float8CurrentScalingQuantizer as Quantizer
-from te_proto import TensorProto, to_tensor_proto
+from te_proto import TensorProto, custom_op, to_tensor_proto
 from te_proto.errors import LayoutError, UsageError
 
 NEEDS_GROUP = pytest.mark.skipif(
@@ -138,6 +138,23 @@ def test_prototype_makes_the_tensor_that_the_call_makes(of_one: list[str]) -> No
     assert to_tensor_proto(made) == to_tensor_proto(real) == proto.replace(quantizer=Quantizer())
     assert made.__tensor_flatten__() == real.__tensor_flatten__()
     assert proto.create_metadata() == real.__tensor_flatten__()[1]
+
+
+def test_op_that_is_described_by_the_call_returns_the_tensor_at_rest(
+    of_one: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TE_PROTO_CHECK", "1")
+
+    @custom_op(
+        "te_fp8_current_tests::reduce",
+        outputs=lambda x: TensorProto(
+            shape=x.shape, dtype=x.dtype, quantizer=REDUCING, device=x.device
+        ),
+    )
+    def reduce(x: torch.Tensor) -> Any:
+        return REDUCING.quantize(x, group="mine")
+
+    assert reduce(torch.ones(4, 6)).quantizer == Quantizer()
 
 
 def test_out_of_the_quantizer_at_rest_is_filled(of_one: list[str]) -> None:
