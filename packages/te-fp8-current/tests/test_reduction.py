@@ -135,7 +135,8 @@ def test_no_group_is_asked_for_later(of_one: list[str]) -> None:
 def test_prototype_makes_the_tensor_that_the_call_makes(of_one: list[str]) -> None:
     proto = TensorProto(shape=(4, 6), dtype=torch.float32, quantizer=REDUCING, device="cpu")
     made, real = proto.create_tensor(), REDUCING.quantize(torch.ones(4, 6), group="mine")
-    assert to_tensor_proto(made) == to_tensor_proto(real) == proto.replace(quantizer=Quantizer())
+    assert to_tensor_proto(made) == to_tensor_proto(real) == proto.at_rest()
+    assert proto.at_rest() == proto.replace(quantizer=Quantizer())
     assert made.__tensor_flatten__() == real.__tensor_flatten__()
     assert proto.create_metadata() == real.__tensor_flatten__()[1]
 

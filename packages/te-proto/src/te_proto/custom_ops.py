@@ -358,9 +358,7 @@ def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor]
         if not isinstance(result, (Tensor, QuantizedStorage)):
             msg = f"{name}: result {i} is described as a tensor, got a {type(result).__name__}"
             raise LayoutError(msg)
-        real = to_tensor_proto(result)
-        if proto.quantizer is not None:
-            proto = proto.replace(quantizer=proto.quantizer.at_rest())
+        proto, real = proto.at_rest(), to_tensor_proto(result)
         for what in ("shape", "dtype", "quantizer", "device"):
             if getattr(proto, what) != getattr(real, what):
                 msg = (

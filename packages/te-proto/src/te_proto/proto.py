@@ -156,6 +156,13 @@ class TensorProto:
             quantizer=self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         )
 
+    def at_rest(self) -> Self:
+        """Return the prototype of the tensor it makes, without options that concern a call alone.
+
+        Those, such as a reduction over a group, are no part of a tensor: :meth:`Quantizer.at_rest`.
+        """
+        return self if self.quantizer is None else self.replace(quantizer=self.quantizer.at_rest())
+
     def replace(self, **changes: Any) -> Self:
         """Return the prototype with other attributes."""
         return dataclasses.replace(self, **changes)

@@ -346,9 +346,8 @@ class Quantizer(OpaqueBase):
     def at_rest(self) -> Self:
         """Return the quantizer that a tensor made by this one keeps.
 
-        A format whose options concern a call and no buffer, such as a reduction of amax over a
-        group, overrides this and turns them off: what is later written into the tensor comes
-        without that group. It must describe the same buffers.
+        A format with options that concern a call and no buffer, such as a reduction over a group,
+        turns them off: what is written into the tensor later comes without that group.
         """
         return self
 
