@@ -18,7 +18,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 TORCH = f"torch=={os.environ.get('TE_TORCH', '2.13.0')}"
 TRITON = f"triton=={os.environ.get('TE_TRITON', '3.7.1')}"
-PYTEST = ("pytest==9.2.0", "numpy==2.2.6")  # with "error" on warnings, torch wants numpy
+# with "error" on warnings, torch wants numpy
+PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")
 HATCHLING = "hatchling==1.33.0"
 DEMO = ("matplotlib==3.11.2", "tqdm==4.70.1")
 
@@ -85,7 +86,9 @@ def tests(session: nox.Session, project: Project | None) -> None:
         triton = [TRITON] if "triton" in project.extras else []
         install(session, TORCH, *triton, *PYTEST, editable=tuple(dict.fromkeys([CORE, project])))
         folder = f"{project.path}/tests"
-    session.run("pytest", folder, *session.posargs, env=ENV)
+    # one thread each, see ENV: the second core takes other files
+    workers = str(min(os.cpu_count() or 1, 4))
+    session.run("pytest", "-n", workers, "--dist", "loadfile", folder, *session.posargs, env=ENV)
 
 
 @nox.session
