@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of NVFP4, imported at their first launch."""
