@@ -38,8 +38,11 @@ def compiled(fn: Callable[..., Any], *, dynamic: bool = True) -> Any:
     return torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="aot_eager")
 
 
-def values(m: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return hostile((m, 300), dtype, seed=m, block=(1, 128))
+def values(m: int, dtype: torch.dtype = torch.bfloat16, *, dynamic_k: bool = False) -> torch.Tensor:
+    x = hostile((m, 300), dtype, seed=m, block=(1, 128))
+    if not dynamic_k:  # which takes longer to trace
+        torch._dynamo.mark_static(x, 1)
+    return x
 
 
 # -- a quantized tensor as output -----------------------------------------------------------------
@@ -61,7 +64,8 @@ def test_quantize_is_one_graph_with_the_bytes_of_eager(
     with count_compiles() as counts:
         run = compiled(quantizer.quantize)
         for m in (*FIRST, *MORE):
-            q, expected = run(values(m)), quantizer.quantize(values(m))
+            x = values(m, dynamic_k=True)
+            q, expected = run(x), quantizer.quantize(x)
             assert known(q) == known(expected)
             assert_same_planes(q, expected)
     assert (counts.graphs, counts.breaks, counts.recompiles) == (1, 0, 0)
@@ -106,7 +110,7 @@ def test_create_tensor_in_a_graph_is_the_tensor_of_eager(
     assert (counts.graphs, counts.recompiles) == (1, 0)
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (0, 4), (2, 3, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 4), (2, 3, 130)], ids=str)
 @dims
 def test_static_graph_returns_the_tensor_of_eager(
     shape: tuple[int, ...], fields: dict[str, Any], known: Known, assert_same_planes: Same
@@ -317,23 +321,18 @@ def test_equal_quantizer_is_no_new_graph_and_another_one_is(assert_same_planes: 
             assert counts.graphs == 2 + i
 
 
-@pytest.mark.parametrize("field", ["block_scaling_dim", "amax_epsilon"])
+@pytest.mark.parametrize(("field", "value"), [("block_scaling_dim", 2), ("amax_epsilon", 0.7)])
 def test_number_among_the_options_is_a_constant_of_a_dynamic_graph(
-    field: str, assert_same_planes: Same
+    field: str, value: float, assert_same_planes: Same
 ) -> None:
     # dynamo would take it for a symbol: its value reaches a branch, or a kernel, all the same
-    options: dict[str, list[Any]] = {"block_scaling_dim": [1, 2], "amax_epsilon": [0.0, 0.7]}
-
     class Holder:
-        quantizer: Float8BlockQuantizer
+        quantizer = Float8BlockQuantizer(rowwise=False, **{field: value})  # type: ignore[arg-type]
 
+    holder, x = Holder(), values(64, torch.float32)
     with count_compiles():
-        run = compiled(lambda holder, x: holder.quantizer.quantize(x))
-        for value in options[field]:
-            holder = Holder()
-            holder.quantizer = Float8BlockQuantizer(columnwise=False, **{field: value})
-            x = hostile((64, 70), torch.float32)
-            assert_same_planes(run(holder, x), holder.quantizer.quantize(x))
+        q = compiled(lambda holder, x: holder.quantizer.quantize(x))(holder, x)
+    assert_same_planes(q, holder.quantizer.quantize(x))
 
 
 def test_quantizer_has_no_static_method_for_guards_to_trip_over() -> None:
