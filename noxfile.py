@@ -21,6 +21,7 @@ TRITON = f"triton=={os.environ.get('TE_TRITON', '3.7.1')}"
 # with "error" on warnings, torch wants numpy
 PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")
 HATCHLING = "hatchling==1.33.0"
+TORCHAO = "torchao==0.18.0"  # the peer of the benchmarks
 DEMO = ("matplotlib==3.11.2", "tqdm==4.70.1")
 
 # What this shell sets must not change what is tested. Small tensors gain nothing from threads.
@@ -96,6 +97,13 @@ def demo(session: nox.Session) -> None:
     """Train a small language model in low precision; arguments go to examples/train_gpt.py."""
     install(session, TORCH, "numpy", *DEMO, editable=PACKAGES)
     session.run("python", "examples/train_gpt.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time every format beside torchao and a copy; arguments go to benchmarks/."""
+    install(session, TORCH, "numpy", TORCHAO, editable=PACKAGES)
+    session.run("python", "-m", "benchmarks", *session.posargs, env={"PYTHONPATH": None})
 
 
 @nox.session

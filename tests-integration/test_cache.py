@@ -32,10 +32,10 @@ def step(x):
     return layer(x)
 
 cases = {
-    "create_tensor": (create, torch.randn(32, 64)),
-    "quantize": (recipe.input.quantize, torch.randn(32, 64)),
-    "dequantize": (lambda q: q.dequantize(), recipe.input.quantize(torch.randn(32, 64))),
-    "linear": (step, torch.randn(32, 64, requires_grad=True)),
+    "create_tensor": (create, torch.randn(32, 64).bfloat16()),
+    "quantize": (recipe.input.quantize, torch.randn(32, 64).bfloat16()),
+    "dequantize": (lambda q: q.dequantize(), recipe.input.quantize(torch.randn(32, 64).bfloat16())),
+    "linear": (step, torch.randn(32, 64).bfloat16().requires_grad_()),
 }
 found = {}
 for case, (fn, x) in cases.items():

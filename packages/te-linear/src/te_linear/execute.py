@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from te_linear.product import matmul
+from te_linear.rng import draw_rng
 from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 def execute_forward(
     plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, list[QuantizedStorage | None]]:
-    """Return the output and what is kept for backward: of the input, of the weight.
+) -> tuple[Tensor, list[Tensor | QuantizedStorage | None]]:
+    """Return the output and what is kept for backward: of input and weight, seed and offset.
 
     Source:
         ``fprop`` of TransformerEngine's linear: rowwise input times rowwise weight.
@@ -28,7 +29,8 @@ def execute_forward(
     y = matmul(quantized_x, quantized_w, a_columnwise=False, b_columnwise=False)
     if bias is not None:
         y = y + bias.float()
-    saved = [_keep(quantized_x, plan.saved_input), _keep(quantized_w, plan.saved_weight)]
+    rng = None if plan.saved_rng is None else draw_rng(plan.saved_rng)
+    saved = [_keep(quantized_x, plan.saved_input), _keep(quantized_w, plan.saved_weight), rng]
     return y.reshape(plan.output.shape).to(plan.output.dtype), saved
 
 
@@ -42,14 +44,14 @@ def execute_backward(
         weight, and columnwise gradient times columnwise input. The bias gradient is summed in
         float32 from the high-precision gradient.
     """
-    saved_x, saved_w = saved
+    saved_x, saved_w, rng = saved
     flat = grad_output.reshape(-1, grad_output.shape[-1])
     grad_input = grad_weight = grad_bias = None
     if plan.grad_bias is not None:
         grad_bias = flat.float().sum(0).to(plan.grad_bias.dtype)
-    quantized = (
-        None if plan.quantized_grad_output is None else _quantize(flat, plan.quantized_grad_output)
-    )
+    quantized = None
+    if plan.quantized_grad_output is not None:
+        quantized = _quantize(flat, plan.quantized_grad_output, rng)
     if plan.grad_input is not None:
         product = matmul(quantized, saved_w, a_columnwise=False, b_columnwise=True)
         grad_input = product.reshape(plan.grad_input.shape).to(plan.grad_input.dtype)
@@ -59,7 +61,8 @@ def execute_backward(
     return grad_input, grad_weight, grad_bias
 
 
-def _quantize(value: Any, proto: TensorProto) -> Any:
+def _quantize(value: Any, proto: TensorProto, rng: Tensor | None = None) -> Any:
+    """Quantize a plain ``value``, with ``rng`` or, where its quantizer takes one, a new draw."""
     assert proto.quantizer is not None  # plan_linear set it
     if isinstance(value, QuantizedStorage):
         # as a bare storage: dynamo does not look into the methods of a tensor
@@ -68,7 +71,9 @@ def _quantize(value: Any, proto: TensorProto) -> Any:
         return storage.with_usage(
             rowwise=proto.quantizer.rowwise, columnwise=proto.quantizer.columnwise
         )
-    return proto.quantizer.quantize(value)
+    if rng is None and "rng" in proto.quantizer.call_arguments():
+        rng = draw_rng(value)
+    return proto.quantizer.quantize(value, rng=rng)
 
 
 def _keep(value: Any, proto: TensorProto | None) -> Any:

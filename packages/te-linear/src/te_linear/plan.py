@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from te_proto.errors import DtypeError, ShapeError, UsageError
 from te_proto.layout import INPUT_DTYPES
 from te_proto.proto import TensorProto
@@ -54,6 +56,8 @@ class LinearPlan:
         saved_input: what is kept of the input for backward, None if the weight takes no gradient.
         saved_weight: what is kept of the weight, None if the input takes no gradient.
         quantized_grad_output: the gradient of the output, ``[M, N]``, None if no product needs it.
+        saved_rng: seed and offset that the forward drew for the gradient of the output, None if its
+            quantizer takes none.
         grad_input: None if not required.
         grad_weight: None if not required.
         grad_bias: None if not required, or if there is no bias.
@@ -65,14 +69,16 @@ class LinearPlan:
     saved_input: TensorProto | None
     saved_weight: TensorProto | None
     quantized_grad_output: TensorProto | None
+    saved_rng: TensorProto | None
     grad_input: TensorProto | None
     grad_weight: TensorProto | None
     grad_bias: TensorProto | None
 
     @property
     def saved(self) -> tuple[TensorProto, ...]:
-        """What is kept for backward: input, then weight, absent ones left out."""
-        return tuple(p for p in (self.saved_input, self.saved_weight) if p is not None)
+        """What is kept for backward: input, weight, seed and offset; absent ones left out."""
+        kept = (self.saved_input, self.saved_weight, self.saved_rng)
+        return tuple(p for p in kept if p is not None)
 
 
 def plan_linear(
@@ -107,11 +113,13 @@ def plan_linear(
 
     quantized_input = _operand("input", x, config.input, x.shape, columnwise=wgrad)
     quantized_weight = _operand("weight", weight, config.weight, (n, k), columnwise=dgrad)
-    grad_output = None
+    grad_output = rng = None
     if dgrad or wgrad:
         quantizer = config.grad_output.replace(internal=True, rowwise=dgrad, columnwise=wgrad)
         grad_output = TensorProto(shape=(m, n), dtype=x.dtype, quantizer=quantizer, device=x.device)
         _fits("grad_output", grad_output)
+        if "rng" in quantizer.call_arguments():
+            rng = TensorProto(shape=(2,), dtype=torch.int64, device=x.device)
 
     def plain(proto: TensorProto) -> TensorProto:
         return TensorProto(shape=proto.shape, dtype=proto.dtype, device=proto.device)
@@ -128,6 +136,7 @@ def plan_linear(
         saved_input=quantized_input.with_usage(rowwise=False) if wgrad else None,
         saved_weight=quantized_weight.with_usage(rowwise=False) if dgrad else None,
         quantized_grad_output=grad_output,
+        saved_rng=rng,
         grad_input=plain(x) if dgrad else None,
         grad_weight=plain(weight) if wgrad else None,
         grad_bias=plain(bias) if bgrad and bias is not None else None,

@@ -84,7 +84,7 @@ def _copy_(func: Any, args: Args, kwargs: Kwargs) -> Any:
         same = src.quantizer.replace(internal=dst.quantizer.internal, **usage) == dst.quantizer
         if same and all(n in held for n in wanted):
             for name, buffer in wanted.items():
-                buffer.copy_(held[name])
+                buffer.copy_(held[name].view(buffer.shape))  # see settle_inner
             return dst
     value = src.dequantize() if isinstance(src, QuantizedStorage) else src
     dst.quantizer.quantize_into(value.to(dst.dtype).expand(dst.shape), dst)
@@ -134,9 +134,11 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 def _view_copy(
     q: Any, inner: dict[str, Tensor], shape: Sequence[int], quantizer: Any = None
 ) -> Any:
-    """Return what torch takes for a view, though its buffers are copies; it refuses writes."""
+    """Return what torch takes for a view; it refuses writes, unless it holds the very buffers."""
+    held = q.inner_tensors().values()
     out = q.like(inner, quantizer=quantizer, shape=shape)
-    out.is_view_copy = True
+    same = all(any(t is h for h in held) for t in inner.values())
+    out.is_view_copy = q.is_view_copy or not same
     return out
 
 

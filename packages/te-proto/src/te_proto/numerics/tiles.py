@@ -52,17 +52,17 @@ def unswizzle(scale: Tensor, *, columnwise: bool = False) -> Tensor:
     return scale.reshape(-1)[tile_row + (j // TILE_INNER * 512 + j % TILE_INNER)]
 
 
-def whole_tiles(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` padded with zeros to multiples of 128 rows and columns.
+def whole_tiles(matrix: Tensor, rows: int = TILE_OUTER, columns: int = TILE_OUTER) -> Tensor:
+    """Return ``matrix`` padded with zeros to multiples of ``rows`` and ``columns``.
 
-    Scales of these blocks fill the padding of a scale buffer: those of blocks of zeros. A traced
-    graph always pads: a size rounded up to 128 is never 1, where the number of blocks could be and
-    would be guarded on.
+    Scales of the padding fill that of a scale buffer: those of blocks of zeros. A traced graph
+    always pads: a size rounded up to 128 is never 1, where the number of blocks could be and would
+    be guarded on.
     """
     m, k = matrix.shape
-    if not is_compiling() and m % TILE_OUTER == 0 and k % TILE_OUTER == 0:
+    if not is_compiling() and m % rows == 0 and k % columns == 0:
         return matrix
-    return pad(matrix, (0, round_up(k, TILE_OUTER) - k, 0, round_up(m, TILE_OUTER) - m))
+    return pad(matrix, (0, round_up(k, columns) - k, 0, round_up(m, rows) - m))
 
 
 def cut(tiles: Tensor, m: int, k: int) -> Tensor:
@@ -70,7 +70,9 @@ def cut(tiles: Tensor, m: int, k: int) -> Tensor:
     if not is_compiling() and tiles.shape == (m, k):
         return tiles.contiguous()
     # a graph always copies: to look would guard on whether there was padding
-    return tiles[:m, :k].clone(memory_format=torch.contiguous_format)
+    piece = tiles[:m, :k].clone(memory_format=torch.contiguous_format)
+    # Inductor removes a clone of whole rows, and returns the padded memory; x | 0 it computes
+    return piece.bitwise_or(0) if piece.dtype == torch.uint8 else piece
 
 
 def materialize(x: Tensor) -> Tensor:

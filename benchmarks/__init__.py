@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time every installed format beside torchao and beside a copy: ``python -m benchmarks --help``."""
