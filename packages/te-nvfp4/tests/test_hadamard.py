@@ -71,14 +71,13 @@ def test_subnormals_are_kept() -> None:
     assert transform(tiny, signs=False).flatten().tolist() == [2.0**-133] * 16
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_compiled_transform_rounds_as_eager_does(backend: str) -> None:
+def test_compiled_transform_rounds_as_eager_does() -> None:
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = transform(x, signs=True)
         return y, inverse(y.float() * 1.5, signs=True)
 
     with count_compiles() as counts:
-        compiled = torch.compile(both, fullgraph=True, dynamic=True, backend=backend)
+        compiled = torch.compile(both, fullgraph=True, dynamic=True)
         for groups in (2, 4, 6, 10):
             x = torch.randn(groups, 16, 48, generator=torch.Generator().manual_seed(groups))
             x[0, 0, 0], x[1, 3, 2] = math.inf, math.nan

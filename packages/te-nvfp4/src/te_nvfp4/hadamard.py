@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from te_nvfp4.layout import BLOCK
+from te_proto.numerics import materialize
 
 SIGN_MASK = 0xD7E8
 """Bit ``r`` is set if sign ``r`` is -1. The signs are constants of the format, not random."""
@@ -23,7 +23,7 @@ def transform(x: Tensor, *, signs: bool) -> Tensor:
     """Return the transform of each 16 entries of axis -2, rounded to bfloat16.
 
     Args:
-        x: ``[..., 16, K]``, bfloat16.
+        x: ``[..., 16, K]``, bfloat16; K a multiple of 4 in a compiled graph.
         signs: False takes all signs as +1.
 
     Returns:
@@ -33,7 +33,8 @@ def transform(x: Tensor, *, signs: bool) -> Tensor:
         ``get_rht_matrix`` of TransformerEngine; Sylvester's order of ``H``.
     """
     # the quarter first, as the entries of T have it: the sum then overflows where theirs does
-    return _round_to_bfloat16(_butterfly(x.float() * (_signs(x, signs) * 0.25)))
+    # stored: Inductor leaves a rounding out where it fuses with what reads the result
+    return materialize(_butterfly(x.float() * (_signs(x, signs) * 0.25)).bfloat16())
 
 
 def inverse(y: Tensor, *, signs: bool) -> Tensor:
@@ -48,8 +49,8 @@ def inverse(y: Tensor, *, signs: bool) -> Tensor:
 
 def _signs(like: Tensor, signs: bool) -> Tensor:
     """Return the signs as float32 ``[16, 1]``."""
-    bit = torch.arange(BLOCK, device=like.device).unsqueeze(1)
-    return (1 - 2 * ((SIGN_MASK if signs else 0) >> bit & 1)).float()
+    values = [-1.0 if signs and SIGN_MASK >> r & 1 else 1.0 for r in range(BLOCK)]
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
 def _butterfly(x: Tensor) -> Tensor:
@@ -63,12 +64,3 @@ def _butterfly(x: Tensor) -> Tensor:
         a, b, c, d = a + b, a - b, c + d, c - d
         fours = torch.stack((a + c, b + d, a - c, b - d), axis)
     return fours.flatten(-3, -2)
-
-
-def _round_to_bfloat16(x: Tensor) -> Tensor:
-    if not is_compiling():
-        return x.bfloat16()
-    # Inductor leaves a rounding out where it fuses with what reads the result
-    bits = x.view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return torch.where(x == x, rounded.view(torch.float32), x).bfloat16()

@@ -63,7 +63,7 @@ def block_bytes(rng: Tensor, block: Tensor, axis: int, *, columnwise: bool) -> T
         columnwise: which plane.
 
     Returns:
-        int32 of 0 to 255.
+        uint8.
     """
     seed, offset = rng[0], rng[1]
     plane = 1 << 31 if columnwise else 0
@@ -71,7 +71,8 @@ def block_bytes(rng: Tensor, block: Tensor, axis: int, *, columnwise: bool) -> T
         seed, (offset & _MASK, (offset >> 32) & _MASK, block & _MASK, block >> 32 | plane)
     )
     # a stack is stored, so that no element computes its block's draw anew
-    stacked = torch.stack([word.to(torch.int32) for word in words], axis).unsqueeze(axis + 1)
-    shift = torch.arange(0, 32, 8, dtype=torch.int32, device=block.device)
-    shift = shift.view(4, *[1] * (block.dim() - axis))
-    return ((stacked >> shift) & 0xFF).flatten(axis, axis + 1)
+    stacked = torch.stack([word.to(torch.int32) for word in words], axis)
+    if axis == block.dim():
+        return stacked.view(torch.uint8)  # lowest first, as on every machine that torch trains on
+    parts = [((stacked >> shift) & 0xFF).to(torch.uint8) for shift in (0, 8, 16, 24)]
+    return torch.stack(parts, axis + 1).flatten(axis, axis + 1)

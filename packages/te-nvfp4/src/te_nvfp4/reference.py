@@ -23,18 +23,23 @@ from te_nvfp4 import hadamard
 from te_nvfp4.four_over_six import choose
 from te_nvfp4.layout import BLOCK, measured_amaxes, scale_shape
 from te_nvfp4.philox import block_bytes
-from te_nvfp4.rounding import encode_e2m1_stochastic, pack_columns, pack_rows, unpack_columns
+from te_nvfp4.rounding import (
+    decode_columns,
+    decode_rows,
+    encode_e2m1_stochastic,
+    pack_columns,
+    pack_rows,
+)
 from te_nvfp4.scales import block_scales, fill, tensor_scales
+from te_nvfp4.slabs import in_slabs
 from te_proto.blocks import matrix_shape
 from te_proto.numerics import (
     E2M1_MAX,
     cut,
-    decode_e2m1,
     decode_e4m3,
     encode_e2m1,
     materialize,
     swizzle,
-    unpack_e2m1,
     unswizzle,
     whole_tiles,
 )
@@ -90,15 +95,15 @@ def quantize(
     data: dict[str, Tensor] = {}
     held: dict[str, Tensor] = {}
     for plane, amax in zip(planes, amaxes, strict=True):
-        code, elements = _encode(plane, amax, q, (m, k), rng)
+        code, packed = _encode(plane, amax, q, (m, k), rng)
         if plane.name == "rowwise":
             outer, (rows, columns) = m, scale_shape(m, k)
-            packed = cut(pack_rows(elements.flatten(1)), m, k // 2).view(*x.shape[:-1], k // 2)
+            packed = cut(packed, m, k // 2).view(*x.shape[:-1], k // 2)
             scale = _fit(code, rows, columns)
         else:
             # cut first: columns of a size that a graph does not know would guard on it
             outer, (columns, rows) = k, scale_shape(k, m)
-            packed = cut(pack_columns(elements.flatten(0, 1)), m // 2, k).t().contiguous()
+            packed = cut(packed, m // 2, k).t().contiguous()
             scale = _fit(code, rows, columns).t().contiguous()
         data[f"{plane.name}_data"] = packed
         data[f"{plane.name}_scale_inv"] = swizzle(scale) if q.optimize_for_gemm else scale
@@ -146,17 +151,23 @@ def dequantize(
     else:
         scale = scale[:outer, : inner // BLOCK]
         amax = amax.unsqueeze(1) if q.row_scaled_nvfp4 else amax
-    factor = materialize(scale * amax * fill(scale, 1.0 / (E2M1_MAX * q.nvfp4_e4m3_max)))
+    factor = scale * amax * fill(scale, 1.0 / (E2M1_MAX * q.nvfp4_e4m3_max))
+    factor = materialize(factor.t() if columnwise else factor)
     if columnwise:
-        codes = unpack_columns(packed.t()).unflatten(0, (-1, BLOCK))
-        values = decode_e2m1(codes) * factor.t().unsqueeze(1)
+        packed = materialize(packed.t().contiguous()).unflatten(0, (-1, BLOCK // 2))
+
+    def values(first: int, packed: Tensor, factor: Tensor) -> tuple[Tensor]:
+        if not columnwise:
+            blocks = decode_rows(packed).unflatten(1, (-1, BLOCK))
+            return ((blocks * factor.unsqueeze(2)).to(out_dtype).flatten(1),)
+        columns = decode_columns(packed.flatten(0, 1)).unflatten(0, (-1, BLOCK))
+        columns = columns * factor.unsqueeze(1)
         if q.with_rht:
-            values = hadamard.inverse(values, signs=q.with_random_sign_mask)
-        values = values.to(out_dtype).flatten(0, 1)
-    else:
-        codes = unpack_e2m1(packed).unflatten(1, (-1, BLOCK))
-        values = (decode_e2m1(codes) * factor.unsqueeze(2)).to(out_dtype).flatten(1)
-    return cut(values, m, k).view(shape)
+            columns = hadamard.inverse(columns, signs=q.with_random_sign_mask)
+        return (columns.to(out_dtype).flatten(0, 1),)
+
+    (made,) = in_slabs(values, packed, factor)
+    return cut(made, m, k).view(shape)
 
 
 def compact_scale(scale_inv: Tensor, outer: int, inner: int, swizzled: bool) -> Tensor:
@@ -185,15 +196,18 @@ def _planes(tiles: Tensor, q: NVFP4Quantizer) -> list[_Plane]:
     if q.columnwise:
         values = tiles.unflatten(0, (-1, BLOCK))
         if q.with_rht:
-            values = hadamard.transform(values, signs=q.with_random_sign_mask)
+            signs = q.with_random_sign_mask
+            (values,) = in_slabs(lambda _, x: (hadamard.transform(x, signs=signs),), values)
         planes.append(_Plane("columnwise", 1, values, _block_amax(values, 1, q)))
     return planes
 
 
 def _block_amax(values: Tensor, axis: int, q: NVFP4Quantizer) -> Tensor:
-    # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
-    magnitude = values.abs().masked_fill_(values != values, 0.0)
-    amax = magnitude.amax(axis).float()
+    def largest(first: int, x: Tensor) -> tuple[Tensor]:
+        # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
+        return (x.abs().masked_fill_(x != x, 0.0).amax(axis).float(),)
+
+    (amax,) = in_slabs(largest, values)
     if not q.with_2d_quantization:
         return amax
     # the other axis in 16 lines, which share their maximum
@@ -233,18 +247,29 @@ def _empty(x: Tensor, q: NVFP4Quantizer, group: str | None) -> dict[str, Tensor]
 def _encode(
     plane: _Plane, amax: Tensor, q: NVFP4Quantizer, size: tuple[int, int], rng: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the E4M3 code of each block and the E2M1 codes of its elements."""
-    scales = tensor_scales(amax, q.nvfp4_e4m3_max)
-    if q.nvfp4_use_4over6:
-        return choose(plane.values, plane.axis, plane.block_amax, amax, scales, q)
-    blocks = block_scales(plane.block_amax, scales)
-    values = plane.values * blocks.multiplier.unsqueeze(plane.axis)
-    if rng is None:
-        return blocks.code, encode_e2m1(values)
-    rows, columns = blocks.code.shape
-    row = torch.arange(rows, device=values.device).unsqueeze(1)
-    column = torch.arange(columns, device=values.device)
-    m, k = size
-    number = row * (k // BLOCK) + column if plane.axis == 2 else column * (m // BLOCK) + row
-    bits = block_bytes(rng, number, plane.axis, columnwise=plane.axis == 1)
-    return blocks.code, encode_e2m1_stochastic(values, bits)
+    """Return the E4M3 code of each block and the packed codes of the elements, columns as rows."""
+    (m, k), axis = size, plane.axis
+
+    def encode(first: int, x: Tensor, block_amax: Tensor, *lines: Tensor) -> tuple[Tensor, Tensor]:
+        own = lines[0] if lines else amax
+        scales = tensor_scales(own, q.nvfp4_e4m3_max)
+        if q.nvfp4_use_4over6:
+            code, elements = choose(x, axis, block_amax, own, scales, q)
+        else:
+            code, multiplier = block_scales(block_amax, scales)
+            values = x * multiplier.unsqueeze(axis)
+            if rng is None:
+                elements = encode_e2m1(values)
+            else:
+                row = torch.arange(first, first + code.shape[0], device=x.device).unsqueeze(1)
+                column = torch.arange(code.shape[1], device=x.device)
+                number = row * (k // BLOCK) + column if axis == 2 else column * (m // BLOCK) + row
+                bits = block_bytes(rng, number, axis, columnwise=axis == 1)
+                elements = encode_e2m1_stochastic(values, bits)
+        if axis == 2:
+            return code, pack_rows(elements.flatten(1))
+        return code, pack_columns(elements.flatten(0, 1))
+
+    lines = (amax,) if q.row_scaled_nvfp4 and axis == 2 else ()
+    code, packed = in_slabs(encode, plane.values, plane.block_amax, *lines)
+    return code, packed

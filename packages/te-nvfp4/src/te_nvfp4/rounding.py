@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from te_proto.numerics import E2M1, pack_e2m1, unpack_e2m1
+from te_proto.numerics import E2M1, decode_e2m1, e2m1_with_sign, materialize, pack_e2m1, unpack_e2m1
 
 
 def encode_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
@@ -28,9 +28,7 @@ def encode_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     # each of the three is the code in its own range and above it in the others
     code = torch.minimum((moved * 2.0).floor(), moved.floor() + 2.0)
     code = torch.minimum(code, (moved * 0.5).floor() + 4.0).clamp(max=float(E2M1.max_code))
-    code = torch.where(x == x, code, float(E2M1.nan_code)).to(torch.int32)
-    sign = torch.where(x == x, (x.view(torch.int32) >> 28) & 8, 0)
-    return (code | sign).to(torch.uint8)
+    return e2m1_with_sign(code, x)
 
 
 def pack_rows(codes: Tensor) -> Tensor:
@@ -47,14 +45,30 @@ def pack_rows(codes: Tensor) -> Tensor:
 
 def pack_columns(codes: Tensor) -> Tensor:
     """Return ``[R // 2, C]`` of codes ``[R, C]``, two neighbours of a column a byte."""
-    low, high = codes.unflatten(0, (-1, 2)).unbind(1)
+    low, high = materialize(codes).unflatten(0, (-1, 2)).unbind(1)
     packed: Tensor = low | (high << 4)
     return packed
 
 
-def unpack_columns(packed: Tensor) -> Tensor:
-    """Return codes ``[R, C]`` of ``[R // 2, C]``, the inverse of :func:`pack_columns`."""
-    return torch.stack((packed & 0xF, packed >> 4), 1).flatten(0, 1)
+def decode_rows(packed: Tensor) -> Tensor:
+    """Return the float32 values ``[R, C]`` of packed codes ``[R, C // 2]``."""
+    if is_compiling():
+        return decode_e2m1(unpack_e2m1(packed))
+    return _pairs(packed).flatten(1)
+
+
+def decode_columns(packed: Tensor) -> Tensor:
+    """Return the float32 values ``[R, C]`` of codes that :func:`pack_columns` packed."""
+    if is_compiling():
+        return decode_e2m1(torch.stack((packed & 0xF, packed >> 4), 1).flatten(0, 1))
+    return _pairs(packed).transpose(1, 2).flatten(0, 1)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Return the two values of each byte, from a table: one pass instead of ten."""
+    every = torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)
+    table = decode_e2m1(unpack_e2m1(every))
+    return table.index_select(0, packed.flatten().int()).view(*packed.shape, 2)
 
 
 def transpose_packed(packed: Tensor) -> Tensor:

@@ -76,9 +76,15 @@ def cut(tiles: Tensor, m: int, k: int) -> Tensor:
 
 
 def materialize(x: Tensor) -> Tensor:
-    """Return float ``x``; a compiled graph computes it once, however often it is read.
+    """Return ``x``; a compiled graph computes it once and stores it, however often it is read.
 
-    Inductor recomputes a pointwise value at each use, such as a scale at each element of its block;
-    a reduction of 8 or more it stores.
+    Inductor recomputes a pointwise value at each use, such as a scale at each element of its block,
+    and computes all that led to it in the loop of what reads it. What is seen through a wider type
+    it stores; that alone it would take out again.
+
+    Args:
+        x: any strides, with a last axis of a multiple of 8 bytes.
     """
-    return x.expand(8, *x.shape).amax(0) if is_compiling() else x
+    if not is_compiling():
+        return x
+    return x.contiguous().view(torch.int64).bitwise_or(0).view(x.dtype)
