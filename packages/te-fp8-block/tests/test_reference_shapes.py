@@ -227,7 +227,7 @@ def test_compact_scales_are_where_the_layout_says_and_are_stored_back(two_d: boo
 
 # -- compiled -------------------------------------------------------------------------------------
 
-ROWS = (32, 64, 96, 160, 130, 1024)
+ROWS = (160, 256, 320, 130, 1024)  # of several blocks: one is another graph
 COMPILED = [
     pytest.param(torch.bfloat16, False, {}, id="1d"),
     pytest.param(
@@ -257,23 +257,11 @@ def test_compiled_equals_eager_in_one_graph(
             out, values = compiled(x)
             assert storages(out) == 4
             expected_out, expected_values = there_and_back(x)
-            assert_same_buffers(reference.settle(out, x.shape, two_d=two_d), expected_out)
+            assert_same_buffers(out, expected_out)
             for got, expected in zip(values, expected_values, strict=True):
                 # which NaN it is depends on the instruction that multiplied
                 assert_same_bits(got.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
     assert (counts.graphs, counts.breaks, counts.recompiles) == (1, 0, 0)
-
-
-@two_dims
-def test_graph_holds_flat_what_counts_blocks_of_rows_and_nothing_else(two_d: bool) -> None:
-    x = torch.ones(64, 300)
-    out = torch.compile(lambda t: quantize(t, two_d=two_d), backend="aot_eager")(x)
-    flat = [name for name, buffer in out.items() if buffer.dim() == 1]
-    assert flat == [f"{'rowwise' if two_d else 'columnwise'}_scale_inv"]
-    settled = reference.settle(out, x.shape, two_d=two_d)
-    assert_same_buffers(dict(settled), quantize(x, two_d=two_d))
-    assert [name for name, buffer in settled.items() if buffer is not out[name]] == flat
-    assert not settled[flat[0]]._is_view()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 5), (5, 0), (1, 1), (3, 1), (256, 512)], ids=str)
@@ -287,5 +275,5 @@ def test_graph_of_a_fixed_shape_gives_the_bytes_of_eager(
     x = torch.linspace(-1, 1, max(math.prod(shape), 1))[: math.prod(shape)].reshape(shape)
     with count_compiles():
         out = torch.compile(run, fullgraph=True, dynamic=False, backend="aot_eager")(x)
-    assert_same_buffers(dict(reference.settle(out, x.shape, two_d=two_d)), run(x))
+    assert_same_buffers(out, run(x))
     assert all(buffer.is_contiguous() for buffer in out.values())

@@ -4,36 +4,20 @@
 Pure functions of tensors and plain options. They run on any device, take any shape and strides and
 trace with dynamic sizes; under ``torch.compile`` they are ordinary operations that fuse with their
 neighbours.
-
-A graph is specialized on every size that is 1 when it is traced, and a scale buffer with an entry
-for each 128 rows has one for all ``M`` up to 128. So a graph counts blocks of rows in whole groups
-of four, and returns such a buffer flat: :func:`settle` gives it its shape where the sizes are
-numbers again. Every function here takes either form.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from te_fp8_block.layout import (
-    BLOCK,
-    SCALE_MULTIPLE,
-    blocks,
-    buffer_shapes,
-    matrix_shape,
-    transposed,
-)
+from te_fp8_block.layout import BLOCK, SCALE_MULTIPLE, matrix_shape, transposed
 from te_proto.blocks import round_up
 from te_proto.numerics import decode, element_format, encode, materialize
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _SIGN_AND_EXPONENT = -0x800000
 """These bits of a float32, as an int32."""
@@ -86,7 +70,7 @@ def quantize(
         codes, scale_inv = made[block]
         data = transpose_codes(codes) if columns else codes.contiguous()
         buffers[f"{plane}_data"] = data.reshape(transposed(x.shape) if columns else x.shape)
-        buffers[f"{plane}_scale_inv"] = _store(scale_inv, m, columnwise=columns, two_d=two_d)
+        buffers[f"{plane}_scale_inv"] = store_scale(scale_inv, columnwise=columns, two_d=two_d)
     return buffers
 
 
@@ -118,7 +102,11 @@ def dequantize(
     if columnwise and is_compiling():
         # with this Inductor decodes along rows, twice as fast
         codes = codes.contiguous().as_strided((m, k), (k, 1))
-    scale = _load(scale_inv, m, k, columnwise=columnwise, two_d=two_d)
+    if is_compiling() and columnwise == two_d:
+        # cut later: to cut what may have no padding would guard on whether there is
+        scale = scale_inv.t()
+    else:
+        scale = compact_scale(scale_inv, m, k, columnwise=columnwise, two_d=two_d)
     values = _times(decode(codes, dtype), scale, block_of(columnwise=columnwise, two_d=two_d))
     return values.to(out_dtype).contiguous().reshape(shape)
 
@@ -137,8 +125,8 @@ def transpose_codes(codes: Tensor) -> Tensor:
 
 def columnwise_scale(scale_inv: Tensor, m: int, k: int) -> Tensor:
     """Return the columnwise scale buffer of 128x128 blocks from the rowwise one."""
-    scale = _load(scale_inv, m, k, columnwise=False, two_d=True)
-    return _store(scale, m, columnwise=True, two_d=True)
+    scale = compact_scale(scale_inv, m, k, columnwise=False, two_d=True)
+    return store_scale(scale, columnwise=True, two_d=True)
 
 
 def block_scale(
@@ -193,45 +181,6 @@ def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, two_d:
     return scale_inv.reshape(down, width).narrow(1, 0, across)
 
 
-def settle(
-    buffers: Mapping[str, Tensor], shape: Sequence[int], *, two_d: bool
-) -> Mapping[str, Tensor]:
-    """Return ``buffers`` with those that a graph made flat in the shape they have."""
-    flat = [n for n, t in buffers.items() if t.dim() == 1 and n.endswith("_scale_inv")]
-    if not flat:
-        return buffers
-    shapes = buffer_shapes(shape, rowwise=True, columnwise=True, two_d=two_d)
-    return {
-        # .data is no view, so it owns its memory
-        n: t.view(shapes[n]).data if n in flat and t.numel() == math.prod(shapes[n]) else t
-        for n, t in buffers.items()
-    }
-
-
-def _store(scale: Tensor, m: int, *, columnwise: bool, two_d: bool) -> Tensor:
-    """Return the scale buffer; in a graph, ``scale`` may have ``down`` beyond the ``m`` rows."""
-    if not is_compiling() or not (columnwise or two_d):
-        return store_scale(scale, columnwise=columnwise, two_d=two_d)
-    if columnwise == two_d:
-        inside = torch.arange(scale.shape[0], device=scale.device) < blocks(m)
-        turned = torch.where(inside, scale.t(), 0.0)
-        return turned.clone(memory_format=torch.contiguous_format)
-    padded = store_scale(scale, columnwise=columnwise, two_d=two_d)
-    return padded.reshape(-1).narrow(0, 0, blocks(m) * padded.shape[1]).clone()
-
-
-def _load(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, two_d: bool) -> Tensor:
-    """Return the scales ``[down, across]``; in a graph, with ``down`` beyond the ``m`` rows."""
-    if not is_compiling():
-        return compact_scale(scale_inv, m, k, columnwise=columnwise, two_d=two_d)
-    if columnwise == two_d:
-        return scale_inv.t()
-    across = blocks(k) if two_d else k
-    width, down = round_up(across, SCALE_MULTIPLE), blocks(m)
-    missing = (round_up(down, SCALE_MULTIPLE) - down) * width
-    return pad(scale_inv.reshape(-1), (0, missing)).reshape(-1, width).narrow(1, 0, across)
-
-
 def _quantize_matrix(
     matrix: Tensor, block: tuple[int, int], dtype: str, pow_2: bool, amax_epsilon: float
 ) -> tuple[Tensor, Tensor]:
@@ -264,7 +213,6 @@ def _whole_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     bottom, right = round_up(m, rows) - m, round_up(k, columns) - k
     if is_compiling():
         if rows > 1:
-            bottom = round_up(m, SCALE_MULTIPLE * rows) - m
             row = torch.arange(m + bottom, device=matrix.device).clamp_max(m - 1)
             matrix = matrix.index_select(0, row)
         matrix = pad(matrix, (0, right))

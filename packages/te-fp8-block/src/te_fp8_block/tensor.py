@@ -9,26 +9,19 @@ blocks lie on that matrix, see :func:`te_fp8_block.reference.compact_scale`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
-from torch.compiler import is_compiling
 
 from te_fp8_block import ops
 from te_fp8_block.layout import BLOCK, matrix_shape, transposed
-from te_fp8_block.reference import (
-    block_of,
-    columnwise_scale,
-    compact_scale,
-    settle,
-    store_scale,
-)
+from te_fp8_block.reference import block_of, columnwise_scale, compact_scale, store_scale
 from te_proto.errors import ShapeError, UsageError
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from typing_extensions import Self
@@ -37,7 +30,6 @@ if TYPE_CHECKING:
     from te_proto.quantizer import Quantizer
 
 _PLANES = (("rowwise", False), ("columnwise", True))
-_SCALES = ("rowwise_scale_inv", "columnwise_scale_inv")
 
 
 class _Part(NamedTuple):
@@ -57,36 +49,13 @@ class _Part(NamedTuple):
 
 
 class Float8BlockwiseStorage(QuantizedStorage):
-    """Inner tensors of block-scaled FP8: per plane uint8 codes and float32 ``scale_inv``.
-
-    A graph that is being compiled holds flat a scale buffer whose first axis counts blocks of 128
-    rows: the columnwise one of 1x128 blocks and the rowwise one of 128x128 blocks. It would else be
-    compiled anew for more than 128 rows. What leaves the graph, or enters a custom op, has its own
-    shape.
-    """
+    """Inner tensors of block-scaled FP8: per plane uint8 codes and float32 ``scale_inv``."""
 
     rowwise_data: InnerTensor
     rowwise_scale_inv: InnerTensor
     columnwise_data: InnerTensor
     columnwise_scale_inv: InnerTensor
     quantizer: Float8BlockQuantizer
-
-    @classmethod
-    def traced_shape(cls, name: str, shape: tuple[int, ...], quantizer: Any) -> tuple[int, ...]:
-        """Return a single axis for the scales that count blocks of rows first."""
-        flat = "rowwise_scale_inv" if quantizer.is_2d() else "columnwise_scale_inv"
-        return (math.prod(shape),) if name == flat else shape
-
-    @classmethod
-    def settle_inner(
-        cls, inner: Mapping[str, Tensor], quantizer: Any, shape: Sequence[int]
-    ) -> Mapping[str, Tensor]:
-        """Return ``inner`` with the buffers that a graph made flat in their own shape."""
-        return settle(inner, shape, two_d=quantizer.is_2d())
-
-    def _extra_state(self) -> dict[str, Any]:
-        own = {f"_{name}" for name in _SCALES}
-        return {k: v for k, v in super()._extra_state().items() if k not in own}
 
     # -- usages -----------------------------------------------------------------------------------
 
@@ -271,26 +240,6 @@ class Float8BlockwiseStorage(QuantizedStorage):
             else self._store(part.flatten(0, 1), columnwise=name.startswith("col"))
             for name, part in parts.items()
         }
-
-
-def _scale(name: str) -> property:
-    """Return the attribute of a scale buffer, which is ``_name`` in the shape of the layout."""
-    held = f"_{name}"
-
-    def get(self: Float8BlockwiseStorage) -> Tensor | None:
-        tensor: Tensor | None = getattr(self, held)
-        if tensor is None or tensor.dim() != 1 or is_compiling():
-            return tensor
-        return self.settle_inner({name: tensor}, self.quantizer, self.shape)[name]
-
-    def set_(self: Float8BlockwiseStorage, tensor: Tensor | None) -> None:
-        setattr(self, held, tensor)
-
-    return property(get, set_)
-
-
-for _name in _SCALES:
-    setattr(Float8BlockwiseStorage, _name, _scale(_name))
 
 
 class Float8BlockwiseTensor(Float8BlockwiseStorage, QuantizedTensor):

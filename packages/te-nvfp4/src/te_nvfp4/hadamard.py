@@ -23,7 +23,7 @@ def transform(x: Tensor, *, signs: bool) -> Tensor:
     """Return the transform of each 16 entries of axis -2, rounded to bfloat16.
 
     Args:
-        x: ``[..., 16, K]``, bfloat16; K a multiple of 4 in a compiled graph.
+        x: ``[..., 16, K]``, bfloat16.
         signs: False takes all signs as +1.
 
     Returns:

@@ -84,7 +84,7 @@ def _copy_(func: Any, args: Args, kwargs: Kwargs) -> Any:
         same = src.quantizer.replace(internal=dst.quantizer.internal, **usage) == dst.quantizer
         if same and all(n in held for n in wanted):
             for name, buffer in wanted.items():
-                buffer.copy_(held[name].view(buffer.shape))  # see settle_inner
+                buffer.copy_(held[name])
             return dst
     value = src.dequantize() if isinstance(src, QuantizedStorage) else src
     dst.quantizer.quantize_into(value.to(dst.dtype).expand(dst.shape), dst)

@@ -138,17 +138,7 @@ class TensorProto:
             DeviceError: the prototype has no device.
             ShapeError: the format cannot hold the shape.
         """
-        if self.quantizer is None or self.device is None or not torch.compiler.is_compiling():
-            return self.assemble(self.create_inner_tensors())
-        traced = self.quantizer.storage_class.traced_shape
-        return self.assemble(
-            [
-                torch.empty(
-                    traced(name, spec.shape, self.quantizer), dtype=spec.dtype, device=self.device
-                )
-                for name, spec in self.inner_specs().items()
-            ]
-        )
+        return self.assemble(self.create_inner_tensors())
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
         """Return the prototype for other planes; None keeps one as it is.

@@ -142,7 +142,6 @@ class Quantizer(OpaqueBase):
             **call: its :meth:`call_arguments`.
         """
         for name, made in self.quantize_impl(x, **call).items():
-            made = made.view(out[name].shape)  # see QuantizedStorage.settle_inner
             if noop is not None:
                 made = torch.where(noop.reshape(()) == 1.0, out[name], made)
             out[name].copy_(made)

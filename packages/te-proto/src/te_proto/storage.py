@@ -138,7 +138,6 @@ class QuantizedStorage:
 
     def _set(self, inner: Mapping[str, Tensor], quantizer: Quantizer) -> None:
         if not torch.compiler.is_compiling():
-            inner = self.settle_inner(inner, quantizer, self.shape)
             check_layout(inner, quantizer, self.shape)
         for name in self.inner_names:
             setattr(self, name, inner.get(name))
@@ -228,27 +227,6 @@ class QuantizedStorage:
                 "write into the whole, or into a .clone()"
             )
             raise UsageError(msg)
-
-    # -- what a format may override: buffers in a graph -------------------------------------------
-
-    @classmethod
-    def traced_shape(
-        cls, name: str, shape: tuple[int, ...], quantizer: Quantizer
-    ) -> tuple[int, ...]:
-        """Return the shape that a traced graph gives the buffer ``name`` of ``shape``.
-
-        A graph is specialized on every size that is 1 when it is traced. A format with a buffer
-        that has such sizes makes it in another shape while compiling, and overrides both this and
-        :meth:`settle_inner`.
-        """
-        return shape
-
-    @classmethod
-    def settle_inner(
-        cls, inner: Mapping[str, Tensor], quantizer: Quantizer, shape: Sequence[int]
-    ) -> Mapping[str, Tensor]:
-        """Return ``inner`` as described, where no graph is traced; see :meth:`traced_shape`."""
-        return inner
 
     # -- what a format may override: layout of views ----------------------------------------------
 

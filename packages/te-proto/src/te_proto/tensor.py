@@ -101,7 +101,6 @@ class QuantizedTensor(QuantizedStorage, Tensor):
     ) -> Self:
         """Make the tensor that torch sees around the inner tensors."""
         if not torch.compiler.is_compiling():
-            inner = cls.settle_inner(inner, quantizer, shape)
             check_layout(inner, quantizer, shape)
         self: Self = Tensor._make_wrapper_subclass(
             cls,

@@ -79,12 +79,13 @@ def materialize(x: Tensor) -> Tensor:
     """Return ``x``; a compiled graph computes it once and stores it, however often it is read.
 
     Inductor recomputes a pointwise value at each use, such as a scale at each element of its block,
-    and computes all that led to it in the loop of what reads it. What is seen through a wider type
-    it stores; that alone it would take out again.
+    and computes all that led to it in the loop of what reads it. What is seen through a type of
+    another size it stores; that alone it would take out again.
 
     Args:
-        x: any strides, with a last axis of a multiple of 8 bytes.
+        x: one axis or more, any strides; uint8 with a last axis of a multiple of 8.
     """
-    if not is_compiling():
+    if not is_compiling() or 0 in x.shape:
         return x
-    return x.contiguous().view(torch.int64).bitwise_or(0).view(x.dtype)
+    other = torch.int64 if x.dtype == torch.uint8 else torch.uint8
+    return x.contiguous().view(other).bitwise_or(0).view(x.dtype)
