@@ -10,6 +10,7 @@ import torch
 from linear_toy import RECIPE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import ScalingType
 
 from te_linear import LinearConfig, linear, product
 from te_linear.product import matmul
@@ -27,10 +28,13 @@ class Operand:
     codes: Tensor
     scale: Tensor
     plain: bool = False
+    scaling: ScalingType = ScalingType.TensorWise
 
     def gemm_operand(self, *, columnwise: bool) -> GemmOperand | None:
         matrix = self.codes.reshape(-1, self.codes.shape[-1]) if self.codes.numel() else self.codes
-        return None if self.plain else GemmOperand(matrix.t() if columnwise else matrix, self.scale)
+        if self.plain:
+            return None
+        return GemmOperand(matrix.t() if columnwise else matrix, self.scale, self.scaling)
 
     def with_usage(self, **usage: bool) -> Operand:
         assert list(usage.values()) == [False]  # the other plane is dropped
@@ -100,6 +104,17 @@ def test_one_operand_without_the_form_is_enough_to_dequantize(
     a, b = operand(32, 64, plain=plain[0]), operand(16, 64, plain=plain[1])
     expected = a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
     assert_same_bits(matmul(a, b, a_columnwise=False, b_columnwise=False), expected)
+    assert calls == []
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_scaling_that_no_device_is_known_to_take_is_dequantized(
+    side: int, calls: list[tuple[Tensor, Tensor]]
+) -> None:
+    pair = [operand(32, 64), operand(16, 64)]
+    pair[side].scaling = ScalingType.RowWise
+    expected = pair[0].dequantize(torch.float32) @ pair[1].dequantize(torch.float32).t()
+    assert_same_bits(matmul(*pair, a_columnwise=False, b_columnwise=False), expected)
     assert calls == []
 
 

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import scaled_mm
+from torch.nn.functional import ScalingType, scaled_mm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,8 @@ def matmul(a: Any, b: Any, *, a_columnwise: bool, b_columnwise: bool) -> Tensor:
 
 def _takes(a: GemmOperand, b: GemmOperand) -> bool:
     """Whether the device multiplies the pair as it is."""
+    if {a.scaling, b.scaling} != {ScalingType.TensorWise}:
+        return False  # which devices take other pairs has not been seen
     (rows, summed), columns = a.data.shape, b.data.shape[0]
     if a.data.device.type == "cpu":
         return _ON_CPU and summed != 1  # Inductor takes no matrix of one column
