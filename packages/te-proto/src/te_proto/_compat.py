@@ -1,22 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every branch on a torch version, each with the condition that deletes it."""
+"""Every branch on a torch version, each with the condition that deletes it.
+
+What te-proto stands on is private to torch, so a version that was not tried is refused.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._library.opaque_object import MemberType, register_opaque_type
+
+SUPPORTED = ((2, 11), (2, 14))
+"""The first and the last minor version of torch that the tests were run on."""
 
 _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def check_torch(version: str, found: tuple[int, ...]) -> None:
+    """Raise ImportError unless torch is of a supported version."""
+    first, last = (".".join(map(str, v)) for v in SUPPORTED)
+    if not SUPPORTED[0] <= found <= SUPPORTED[1]:
+        msg = (
+            f"te-proto needs torch {first} to {last}, got {version}; "
+            f'pip install "torch>={first},<{SUPPORTED[1][0]}.{SUPPORTED[1][1] + 1}", '
+            "or a te-proto that knows this one"
+        )
+        raise ImportError(msg)
+
+
+check_torch(torch.__version__, _TORCH)
+
+from torch._library.opaque_object import MemberType, get_opaque_type_name  # noqa: E402
+
+if TYPE_CHECKING or _TORCH < (2, 14):
+    # the names before 2.14, which warns of them; delete when 2.13 is no longer supported
+    from torch._library.opaque_object import register_opaque_type as _register
+    from torch._opaque_base import OpaqueBase
+
+    _VALUE = "value"
+else:
+    from torch._custom_class_base import CustomClassBase as OpaqueBase
+    from torch._library.opaque_object import register_custom_class as _register
+
+    _VALUE = "constant"
+
+__all__ = ["OpaqueBase", "check_torch", "get_opaque_type_name", "register_value_type"]
 
 
 def register_value_type(cls: type[Any], *, real: tuple[str, ...]) -> None:
     """Register ``cls`` with torch as an opaque value: a constant of the graph, guarded by ``==``.
 
     Args:
-        cls: a frozen dataclass that derives from ``torch._opaque_base.OpaqueBase``.
+        cls: a frozen dataclass that derives from :class:`OpaqueBase`.
         real: methods whose arguments are constants and which run for real while tracing. Fields do
             so too; all other methods are traced.
     """
@@ -28,4 +64,4 @@ def register_value_type(cls: type[Any], *, real: tuple[str, ...]) -> None:
         # Delete when 2.11 is no longer supported.
         methods = (name for name in dir(cls) if callable(getattr(cls, name)) and name[:2] != "__")
         members.update({name: MemberType.INLINED for name in methods if name not in members})
-    register_opaque_type(cls, typ="value", members=members)
+    _register(cls, typ=_VALUE, members=members)

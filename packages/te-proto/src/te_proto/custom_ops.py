@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._library.opaque_object import get_opaque_type_name
-from torch._opaque_base import OpaqueBase
 
 from te_proto._classes import source_name
-from te_proto._compat import register_value_type
+from te_proto._compat import OpaqueBase, get_opaque_type_name, register_value_type
 from te_proto.errors import LayoutError, UsageError
 from te_proto.proto import to_tensor_proto
 from te_proto.quantizer import Quantizer

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+import te_proto._compat  # noqa: F401  # refuses a torch that was never tried, whatever comes first
 from te_proto.errors import LayoutError
 
 if TYPE_CHECKING:

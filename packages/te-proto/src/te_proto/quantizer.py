@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch._opaque_base import OpaqueBase
 from typing_extensions import Self, dataclass_transform
 
 from te_proto._classes import register_class, source_name
-from te_proto._compat import register_value_type
+from te_proto._compat import OpaqueBase, register_value_type
 from te_proto.errors import (
     DeviceError,
     DtypeError,
