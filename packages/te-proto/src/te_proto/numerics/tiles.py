@@ -79,12 +79,14 @@ def materialize(x: Tensor) -> Tensor:
     """Return ``x``; a compiled graph computes it once and stores it, however often it is read.
 
     Inductor recomputes a pointwise value at each use, such as a scale at each element of its block,
-    and computes all that led to it in the loop of what reads it. What is seen through a wider type
-    it stores; that alone it would take out again.
+    and computes all that led to it in the loop of what reads it. What is seen through a type of
+    another width it stores; that alone it would take out again.
 
     Args:
-        x: any strides, with a last axis of a multiple of 8 bytes.
+        x: any strides, at least one axis; of one-byte elements the last has a multiple of 8.
     """
     if not is_compiling():
         return x
-    return x.contiguous().view(torch.int64).bitwise_or(0).view(x.dtype)
+    # bytes suit every last axis, such as that of one scale a row, and guard on none
+    other = torch.int64 if x.element_size() == 1 else torch.uint8
+    return x.contiguous().view(other).bitwise_or(0).view(x.dtype)
