@@ -1,41 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.metadata import version
 
-import pytest
-
 import te_linear
-
-
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.strip()
+from te_proto.testing import assert_lazy_package
 
 
 def test_version_is_that_of_the_installed_distribution() -> None:
     assert te_linear.__version__ == version("te-linear")
 
 
-def test_import_loads_no_torch() -> None:
-    heavy = "sorted({'numpy', 'torch', 'triton'} & set(sys.modules))"
-    assert run(f"import sys, te_linear; print({heavy})") == "[]"
-
-
-def test_every_public_name_resolves_without_triton() -> None:
-    code = (
-        "import sys, te_linear as package\n"
-        "missing = [name for name in package.__all__ if not hasattr(package, name)]\n"
-        "print(missing, dir(package) == sorted(package.__all__), 'triton' in sys.modules)"
-    )
-    assert run(code) == "[] True False"
-
-
-def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'te_linear' has no attribute 'absent'$"):
-        te_linear.absent  # noqa: B018
+def test_import_loads_no_torch_and_every_public_name_resolves_without_triton() -> None:
+    assert_lazy_package("te_linear")

@@ -76,3 +76,19 @@ def test_compiled_padding_is_one_graph_and_gives_memory_of_its_own() -> None:
             assert_same_bits(out, x + x.view(-1, 32, 128).amax(1).repeat_interleave(32, 0))
             assert out.untyped_storage().nbytes() == x.nbytes
     assert (counts.graphs, counts.breaks, counts.recompiles) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_value_may_have_any_last_axis(dtype: torch.dtype, width: int) -> None:
+    @torch.compile(fullgraph=True, dynamic=True)
+    def scaled(x: Tensor) -> Tensor:
+        scale = materialize(x.unflatten(1, (-1, 32)).amax(2) * 2)
+        return x.unflatten(1, (-1, 32)) * scale.unsqueeze(2)
+
+    with count_compiles() as counts:
+        for m in (5, 6, 8):
+            x = torch.randn(m, 32 * width, dtype=dtype)
+            blocks = x.view(m, width, 32)
+            assert_same_bits(scaled(x), blocks * (blocks.amax(2) * 2).unsqueeze(2))
+    assert (counts.graphs, counts.recompiles) == (1, 0)

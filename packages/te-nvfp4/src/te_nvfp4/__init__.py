@@ -6,24 +6,27 @@ Importing this package imports neither torch nor triton; names are resolved on f
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from te_nvfp4.__about__ import __version__
+from te_proto import lazy_exports
 
 if TYPE_CHECKING:
     from te_nvfp4._format import FORMAT
     from te_nvfp4.quantizer import NVFP4Quantizer
     from te_nvfp4.recipe import NVFP4BlockScaling
     from te_nvfp4.tensor import NVFP4Storage, NVFP4Tensor
-
-_WHERE = {
-    "FORMAT": "_format",
-    "NVFP4BlockScaling": "recipe",
-    "NVFP4Quantizer": "quantizer",
-    "NVFP4Storage": "tensor",
-    "NVFP4Tensor": "tensor",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "FORMAT": "_format",
+            "NVFP4BlockScaling": "recipe",
+            "NVFP4Quantizer": "quantizer",
+            "NVFP4Storage": "tensor",
+            "NVFP4Tensor": "tensor",
+        },
+    )
 
 __all__ = [
     "FORMAT",
@@ -33,16 +36,3 @@ __all__ = [
     "NVFP4Tensor",
     "__version__",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

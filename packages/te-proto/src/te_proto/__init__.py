@@ -6,10 +6,10 @@ Importing this package imports neither torch nor triton; names are resolved on f
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from te_proto.__about__ import __version__
+from te_proto._lazy import lazy_exports
 from te_proto._rebuild import allow_in_checkpoints
 
 if TYPE_CHECKING:
@@ -22,25 +22,28 @@ if TYPE_CHECKING:
     from te_proto.spec import PROTOCOL, FormatSpec
     from te_proto.storage import QuantizedStorage
     from te_proto.tensor import QuantizedTensor, fallback
-
-_WHERE = {
-    "PROTOCOL": "spec",
-    "BufferSpec": "layout",
-    "FormatSpec": "spec",
-    "QuantizedStorage": "storage",
-    "QuantizedTensor": "tensor",
-    "Quantizer": "quantizer",
-    "Recipe": "recipe",
-    "TensorProto": "proto",
-    "available_formats": "registry",
-    "custom_op": "custom_ops",  # a module of the same name would stand in its place
-    "describe": "registry",
-    "eval_proto": "proto",
-    "fallback": "tensor",
-    "get_quantizer": "registry",
-    "get_recipe": "registry",
-    "to_tensor_proto": "proto",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "PROTOCOL": "spec",
+            "BufferSpec": "layout",
+            "FormatSpec": "spec",
+            "QuantizedStorage": "storage",
+            "QuantizedTensor": "tensor",
+            "Quantizer": "quantizer",
+            "Recipe": "recipe",
+            "TensorProto": "proto",
+            "available_formats": "registry",
+            "custom_op": "custom_ops",  # a module of the same name would stand in its place
+            "describe": "registry",
+            "eval_proto": "proto",
+            "fallback": "tensor",
+            "get_quantizer": "registry",
+            "get_recipe": "registry",
+            "to_tensor_proto": "proto",
+        },
+    )
 
 __all__ = [
     "PROTOCOL",
@@ -59,20 +62,8 @@ __all__ = [
     "fallback",
     "get_quantizer",
     "get_recipe",
+    "lazy_exports",
     "to_tensor_proto",
 ]
 
 allow_in_checkpoints()
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

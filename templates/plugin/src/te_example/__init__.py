@@ -6,24 +6,27 @@ Importing this package imports neither torch nor triton; names are resolved on f
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from te_example.__about__ import __version__
+from te_proto import lazy_exports
 
 if TYPE_CHECKING:
     from te_example._format import FORMAT
     from te_example.quantizer import ExampleQuantizer
     from te_example.recipe import ExampleScaling
     from te_example.tensor import ExampleStorage, ExampleTensor
-
-_WHERE = {
-    "FORMAT": "_format",
-    "ExampleScaling": "recipe",
-    "ExampleQuantizer": "quantizer",
-    "ExampleStorage": "tensor",
-    "ExampleTensor": "tensor",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "FORMAT": "_format",
+            "ExampleScaling": "recipe",
+            "ExampleQuantizer": "quantizer",
+            "ExampleStorage": "tensor",
+            "ExampleTensor": "tensor",
+        },
+    )
 
 __all__ = [
     "FORMAT",
@@ -33,16 +36,3 @@ __all__ = [
     "ExampleTensor",
     "__version__",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

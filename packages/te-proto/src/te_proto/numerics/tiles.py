@@ -80,12 +80,13 @@ def materialize(x: Tensor) -> Tensor:
 
     Inductor recomputes a pointwise value at each use, such as a scale at each element of its block,
     and computes all that led to it in the loop of what reads it. What is seen through a type of
-    another size it stores; that alone it would take out again.
+    another width it stores; that alone it would take out again.
 
     Args:
-        x: one axis or more, any strides; uint8 with a last axis of a multiple of 8.
+        x: any strides, at least one axis; of one-byte elements the last has a multiple of 8.
     """
     if not is_compiling() or 0 in x.shape:
         return x
-    other = torch.int64 if x.dtype == torch.uint8 else torch.uint8
+    # bytes suit every last axis, such as that of one scale a row, and guard on none
+    other = torch.int64 if x.element_size() == 1 else torch.uint8
     return x.contiguous().view(other).bitwise_or(0).view(x.dtype)

@@ -7,8 +7,9 @@ imports neither torch nor triton; triton is needed only where a kernel runs or i
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from te_proto import lazy_exports
 
 try:
     import pytest
@@ -23,28 +24,34 @@ if TYPE_CHECKING:
     from te_proto.testing.compare import assert_same_bits, assert_same_metadata, hostile
     from te_proto.testing.compiles import CompileCounts, count_compiles
     from te_proto.testing.golden import GoldenCase, load_golden
+    from te_proto.testing.imports import assert_lazy_package
     from te_proto.testing.interpreter import cpu_launches_interpreted
     from te_proto.testing.poison import poisoned_allocations
-
-_WHERE = {
-    "AotReport": "aot",
-    "CompileCounts": "compiles",
-    "GoldenCase": "golden",
-    "aot_report": "aot",
-    "assert_same_bits": "compare",
-    "assert_same_metadata": "compare",
-    "count_compiles": "compiles",
-    "cpu_launches_interpreted": "interpreter",
-    "hostile": "compare",
-    "load_golden": "golden",
-    "poisoned_allocations": "poison",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "AotReport": "aot",
+            "CompileCounts": "compiles",
+            "GoldenCase": "golden",
+            "aot_report": "aot",
+            "assert_lazy_package": "imports",
+            "assert_same_bits": "compare",
+            "assert_same_metadata": "compare",
+            "count_compiles": "compiles",
+            "cpu_launches_interpreted": "interpreter",
+            "hostile": "compare",
+            "load_golden": "golden",
+            "poisoned_allocations": "poison",
+        },
+    )
 
 __all__ = [
     "AotReport",
     "CompileCounts",
     "GoldenCase",
     "aot_report",
+    "assert_lazy_package",
     "assert_same_bits",
     "assert_same_metadata",
     "count_compiles",
@@ -53,16 +60,3 @@ __all__ = [
     "load_golden",
     "poisoned_allocations",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
