@@ -59,232 +59,91 @@ def quantize(
     return int(scale_inv.cpu().view(torch.int32)), codes.cpu()
 
 
-BYTES = [
-    # element format, input dtypes, values, bits of scale_inv and codes; those with powers of two
-    pytest.param(
-        E4M3,
-        (BF16,),
-        [BF16_MAX, -BF16_MAX, 1.0, TINY[BF16], -1.0],
-        (0x7B11B6DB, [0x7E, 0xFE, 0x00, 0x00, 0x80]),
-        (0x7B800000, [0x78, 0xF8, 0x00, 0x00, 0x80]),
-        id="bf16-max",
-    ),
-    pytest.param(
-        E5M2,
-        (BF16,),
-        [BF16_MAX, -BF16_MAX, 1.0],
-        (0x7791B6DB, [0x7B, 0xFB, 0x00]),
-        (0x78000000, [0x78, 0xF8, 0x00]),
-        id="e5m2-bf16-max",
-    ),
-    pytest.param(
-        E4M3,
-        (F16,),
-        [F16_MAX, TINY[F16], -1.0],
-        (0x431236DB, [0x7E, 0x00, 0x84]),
-        (0x43800000, [0x78, 0x00, 0x82]),
-        id="f16-all-of-it",
-    ),
-    pytest.param(
-        E5M2,
-        (F32, F16),
-        [F16_MAX, TINY[F16], -1.0],
-        (0x3F9236DB, [0x7B, 0x00, 0xBB]),
-        (0x40000000, [0x78, 0x00, 0xB8]),
-        id="e5m2-f16-max",
-    ),
+# fmt: off
+BYTES: dict[str, tuple[Any, ...]] = {
+    # element format, input dtypes, values; bits of scale_inv, codes; both with powers of two
+    "bf16-max": (E4M3, (BF16,), [BF16_MAX, -BF16_MAX, 1.0, TINY[BF16], -1.0],
+        0x7B11B6DB, [0x7E, 0xFE, 0x00, 0x00, 0x80], 0x7B800000, [0x78, 0xF8, 0x00, 0x00, 0x80]),
+    "e5m2-bf16-max": (E5M2, (BF16,), [BF16_MAX, -BF16_MAX, 1.0],
+        0x7791B6DB, [0x7B, 0xFB, 0x00], 0x78000000, [0x78, 0xF8, 0x00]),
+    "f16-all-of-it": (E4M3, (F16,), [F16_MAX, TINY[F16], -1.0],
+        0x431236DB, [0x7E, 0x00, 0x84], 0x43800000, [0x78, 0x00, 0x82]),
+    "e5m2-f16-max": (E5M2, (F32, F16), [F16_MAX, TINY[F16], -1.0],
+        0x3F9236DB, [0x7B, 0x00, 0xBB], 0x40000000, [0x78, 0x00, 0xB8]),
     # the scale is the largest float32, 2**128 but for an ulp, or 2**127
-    pytest.param(
-        E4M3,
-        (F32, BF16),
-        [2.0**-126, -(2.0**-126)],
-        (0x00200000, [0x48, 0xC8]),
-        (0x00400000, [0x40, 0xC0]),
-        id="smallest-normal",
-    ),
-    pytest.param(
-        E5M2,
-        (F32, BF16),
-        [2.0**-126, -(2.0**-126)],
-        (0x00200000, [0x44, 0xC4]),
-        (0x00400000, [0x40, 0xC0]),
-        id="e5m2-smallest-normal",
-    ),
-    pytest.param(
-        E4M3,
-        (F32,),
-        [2.0**-126 - 2.0**-149],
-        (0x00200000, [0x48]),
-        (0x00400000, [0x40]),
-        id="largest-subnormal-f32",
-    ),
-    pytest.param(
-        E5M2,
-        (F32,),
-        [TINY[F32], -TINY[F32]],
-        (0x00200000, [0x00, 0x80]),
-        (0x00400000, [0x00, 0x80]),
-        id="e5m2-tiny-f32",
-    ),
-    pytest.param(
-        E5M2,
-        (F16,),
-        [TINY[F16], -TINY[F16]],
-        (0x2B924925, [0x7B, 0xFB]),
-        (0x2C000000, [0x78, 0xF8]),
-        id="e5m2-tiny-f16",
-    ),
-    pytest.param(
-        E4M3,
-        (F16,),
-        [2.0**-14 - 2.0**-24],
-        (0x34122492, [0x7E]),
-        (0x34800000, [0x78]),
-        id="largest-subnormal-f16",
-    ),
-    # the quotient is 2**128, one ulp of amax less or more
-    pytest.param(
-        E4M3,
-        (F32, BF16),
-        [EDGE[E4M3]],
-        (0x00200000, [0x7E]),
-        (0x00400000, [0x76]),
-        id="overflow",
-    ),
-    pytest.param(
-        E5M2,
-        (F32, BF16),
-        [EDGE[E5M2]],
-        (0x00200000, [0x7B]),
-        (0x00400000, [0x77]),
-        id="e5m2-overflow",
-    ),
-    pytest.param(
-        E4M3,
-        (F32,),
-        [EDGE[E4M3] * (1 + 2.0**-22)],
-        (0x00200001, [0x7E]),
-        (0x00400000, [0x76]),
-        id="no-overflow-f32",
-    ),
-    pytest.param(
-        E5M2,
-        (BF16,),
-        [EDGE[E5M2] + 2.0**-120],
-        (0x00202492, [0x7B]),
-        (0x00400000, [0x77]),
-        id="e5m2-no-overflow-bf16",
-    ),
-    pytest.param(
-        E4M3,
-        (F32, BF16),
-        [2 * EDGE[E4M3]],
-        (0x00400000, [0x7E]),
-        (0x00400000, [0x7E]),
-        id="largest-power-of-two",
-    ),
-    pytest.param(
-        E4M3,
-        ALL,
-        [1.0, 2.0**-24, -(2.0**-24), -0.0],
-        (0x3B124925, [0x7E, 0x00, 0x80, 0x80]),
-        (0x3B800000, [0x78, 0x00, 0x80, 0x80]),
-        id="one-and-small",
-    ),
-    pytest.param(
-        E5M2,
-        ALL,
-        [1.0, 2.0**-24, -(2.0**-24), -0.0],
-        (0x37924925, [0x7B, 0x1B, 0x9B, 0x80]),
-        (0x38000000, [0x78, 0x18, 0x98, 0x80]),
-        id="e5m2-one-and-small",
-    ),
+    "smallest-normal": (E4M3, (F32, BF16), [2.0**-126, -(2.0**-126)],
+        0x00200000, [0x48, 0xC8], 0x00400000, [0x40, 0xC0]),
+    "e5m2-smallest-normal": (E5M2, (F32, BF16), [2.0**-126, -(2.0**-126)],
+        0x00200000, [0x44, 0xC4], 0x00400000, [0x40, 0xC0]),
+    "largest-subnormal-f32": (E4M3, (F32,), [2.0**-126 - 2.0**-149],
+        0x00200000, [0x48], 0x00400000, [0x40]),
+    "e5m2-tiny-f32": (E5M2, (F32,), [TINY[F32], -TINY[F32]],
+        0x00200000, [0x00, 0x80], 0x00400000, [0x00, 0x80]),
+    "e5m2-tiny-f16": (E5M2, (F16,), [TINY[F16], -TINY[F16]],
+        0x2B924925, [0x7B, 0xFB], 0x2C000000, [0x78, 0xF8]),
+    "largest-subnormal-f16": (E4M3, (F16,), [2.0**-14 - 2.0**-24],
+        0x34122492, [0x7E], 0x34800000, [0x78]),
+    # the quotient is 2**128, or one ulp of amax less
+    "overflow": (E4M3, (F32, BF16), [EDGE[E4M3]], 0x00200000, [0x7E], 0x00400000, [0x76]),
+    "e5m2-overflow": (E5M2, (F32, BF16), [EDGE[E5M2]], 0x00200000, [0x7B], 0x00400000, [0x77]),
+    "no-overflow-f32": (E4M3, (F32,), [EDGE[E4M3] * (1 + 2.0**-22)],
+        0x00200001, [0x7E], 0x00400000, [0x76]),
+    "e5m2-no-overflow-bf16": (E5M2, (BF16,), [EDGE[E5M2] + 2.0**-120],
+        0x00202492, [0x7B], 0x00400000, [0x77]),
+    "largest-power": (E4M3, (F32, BF16), [2 * EDGE[E4M3]], 0x00400000, [0x7E], 0x00400000, [0x7E]),
+    "one-and-small": (E4M3, ALL, [1.0, 2.0**-24, -(2.0**-24), -0.0],
+        0x3B124925, [0x7E, 0x00, 0x80, 0x80], 0x3B800000, [0x78, 0x00, 0x80, 0x80]),
+    "e5m2-one-and-small": (E5M2, ALL, [1.0, 2.0**-24, -(2.0**-24), -0.0],
+        0x37924925, [0x7B, 0x1B, 0x9B, 0x80], 0x38000000, [0x78, 0x18, 0x98, 0x80]),
     # infinity: everything else is cast as it is
-    pytest.param(
-        E4M3,
-        (F32,),
-        [INF, FLT_MAX, -BF16_MAX, TINY[F32], -0.0, 3.0],
-        (ONE, [0x7E, 0x7E, 0xFE, 0x00, 0x80, 0x44]),
-        (ONE, [0x7E, 0x7E, 0xFE, 0x00, 0x80, 0x44]),
-        id="inf-and-all",
-    ),
-    pytest.param(
-        E5M2,
-        (F16,),
-        [-INF, F16_MAX, -TINY[F16], 3.0],
-        (ONE, [0xFB, 0x7B, 0x80, 0x42]),
-        (ONE, [0xFB, 0x7B, 0x80, 0x42]),
-        id="e5m2-inf-and-f16-max",
-    ),
-]
+    "inf-and-all": (E4M3, (F32,), [INF, FLT_MAX, -BF16_MAX, TINY[F32], -0.0, 3.0],
+        ONE, [0x7E, 0x7E, 0xFE, 0x00, 0x80, 0x44], ONE, [0x7E, 0x7E, 0xFE, 0x00, 0x80, 0x44]),
+    "e5m2-inf-and-f16-max": (E5M2, (F16,), [-INF, F16_MAX, -TINY[F16], 3.0],
+        ONE, [0xFB, 0x7B, 0x80, 0x42], ONE, [0xFB, 0x7B, 0x80, 0x42]),
+}
+# fmt: on
 
 
 @powers
-@pytest.mark.parametrize(("dtype", "x_dtypes", "values", "plain", "power"), BYTES)
-def test_bytes(
-    dtype: str,
-    x_dtypes: tuple[torch.dtype, ...],
-    values: list[float],
-    plain: tuple[int, list[int]],
-    power: tuple[int, list[int]],
-    pow_2: bool,
-    device: torch.device,
-) -> None:
-    bits, codes = power if pow_2 else plain
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes(name: str, pow_2: bool, device: torch.device) -> None:
+    dtype, x_dtypes, values, *expected = BYTES[name]
+    bits, codes = expected[2:] if pow_2 else expected[:2]
     for x_dtype in x_dtypes:
         x = torch.zeros(2, 2, len(values), dtype=x_dtype)
         x[1, 0] = tensor(values, x_dtype)
-        expected = torch.zeros(2, 2, len(values), dtype=torch.uint8)
-        expected[1, 0] = torch.tensor(codes, dtype=torch.uint8)
+        made = torch.zeros(2, 2, len(values), dtype=torch.uint8)
+        made[1, 0] = torch.tensor(codes, dtype=torch.uint8)
         found = quantize(x, dtype, device, pow_2=pow_2)
         assert found[0] == bits, x_dtype
-        assert torch.equal(found[1], expected), x_dtype
+        assert torch.equal(found[1], made), x_dtype
 
 
-EPSILON = [
-    # element format, epsilon, values, bits of scale_inv and codes; those with powers of two
-    pytest.param(
-        E4M3, 2.0, [0.0, -0.0], (0x3B924925, [0x00, 0x80]), (0x3C000000, [0x00, 0x80]), id="zero"
-    ),
-    pytest.param(
-        E5M2, 2.0, [0.5, -0.25], (0x38124925, [0x73, 0xEF]), (0x38800000, [0x70, 0xEC]), id="e5m2"
-    ),
-    pytest.param(E4M3, 2.0, [2.0**-24], (0x3B924925, [0x00]), (0x3C000000, [0x00]), id="far-below"),
-    pytest.param(
-        E5M2, 2.0, [2.0**-24], (0x38124925, [0x17]), (0x38800000, [0x14]), id="e5m2-far-below"
-    ),
-    pytest.param(
-        E4M3, 1e-3, [2.0**-24], (0x3615CBED, [0x0E]), (0x36800000, [0x08]), id="rounded-epsilon"
-    ),
-    pytest.param(
-        E5M2, 2.0, [4.0, NAN], (0x38924925, [0x7B, 0x7F]), (0x39000000, [0x78, 0x7F]), id="above"
-    ),
-    pytest.param(
-        E4M3, 2.0, [NAN, 0.5], (0x3B924925, [0x7F, 0x6E]), (0x3C000000, [0x7F, 0x68]), id="nan"
-    ),
-    pytest.param(E5M2, 2.0, [-INF, 1.0], (ONE, [0xFB, 0x3C]), (ONE, [0xFB, 0x3C]), id="inf"),
+# fmt: off
+EPSILON: dict[str, tuple[Any, ...]] = {
+    # element format, epsilon, values; bits of scale_inv, codes; both with powers of two
+    "zero": (E4M3, 2.0, [0.0, -0.0], 0x3B924925, [0x00, 0x80], 0x3C000000, [0x00, 0x80]),
+    "e5m2": (E5M2, 2.0, [0.5, -0.25], 0x38124925, [0x73, 0xEF], 0x38800000, [0x70, 0xEC]),
+    "far-below": (E4M3, 2.0, [2.0**-24], 0x3B924925, [0x00], 0x3C000000, [0x00]),
+    "e5m2-far-below": (E5M2, 2.0, [2.0**-24], 0x38124925, [0x17], 0x38800000, [0x14]),
+    "rounded-epsilon": (E4M3, 1e-3, [2.0**-24], 0x3615CBED, [0x0E], 0x36800000, [0x08]),
+    "above": (E5M2, 2.0, [4.0, NAN], 0x38924925, [0x7B, 0x7F], 0x39000000, [0x78, 0x7F]),
+    "nan": (E4M3, 2.0, [NAN, 0.5], 0x3B924925, [0x7F, 0x6E], 0x3C000000, [0x7F, 0x68]),
+    "inf": (E5M2, 2.0, [-INF, 1.0], ONE, [0xFB, 0x3C], ONE, [0xFB, 0x3C]),
     # the largest float32 takes the place of infinity whatever the input dtype
-    pytest.param(E4M3, 1e-37, [0.0], (0x00200000, [0x00]), (0x00400000, [0x00]), id="overflow"),
-    pytest.param(E5M2, 1e-37, [0.0], (0x00200000, [0x00]), (0x00400000, [0x00]), id="e5m2-over"),
-]
+    "overflow": (E4M3, 1e-37, [0.0], 0x00200000, [0x00], 0x00400000, [0x00]),
+    "e5m2-overflow": (E5M2, 1e-37, [0.0], 0x00200000, [0x00], 0x00400000, [0x00]),
+}
+# fmt: on
 
 
 @inputs
 @powers
-@pytest.mark.parametrize(("dtype", "epsilon", "values", "plain", "power"), EPSILON)
-def test_epsilon(
-    dtype: str,
-    epsilon: float,
-    values: list[float],
-    plain: tuple[int, list[int]],
-    power: tuple[int, list[int]],
-    pow_2: bool,
-    x_dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    x = tensor(values, x_dtype)
-    bits, codes = quantize(x, dtype, device, pow_2=pow_2, epsilon=epsilon)
-    assert (bits, codes.tolist()) == (power if pow_2 else plain)
+@pytest.mark.parametrize("name", EPSILON)
+def test_epsilon(name: str, pow_2: bool, x_dtype: torch.dtype, device: torch.device) -> None:
+    dtype, epsilon, values, *expected = EPSILON[name]
+    bits, codes = quantize(tensor(values, x_dtype), dtype, device, pow_2=pow_2, epsilon=epsilon)
+    assert [bits, codes.tolist()] == (expected[2:] if pow_2 else expected[:2])
 
 
 @elements
@@ -398,8 +257,8 @@ def test_graph_gives_these_bytes(dtype: str, pow_2: bool) -> None:
 
     with count_compiles():
         compiled = torch.compile(run, backend="aot_eager", dynamic=True)
-        for of, x_dtypes, values, plain, power in (case.values for case in BYTES):
+        for of, x_dtypes, values, *expected in BYTES.values():
             for x_dtype in x_dtypes if of == dtype else ():
                 scale_inv, codes = compiled(tensor([*values, 0.0], x_dtype))
-                found = int(scale_inv.view(torch.int32)), codes.tolist()[:-1]
-                assert found == (power if pow_2 else plain), (x_dtype, values)
+                found = [int(scale_inv.view(torch.int32)), codes.tolist()[:-1]]
+                assert found == (expected[2:] if pow_2 else expected[:2]), (x_dtype, values)
