@@ -11,8 +11,13 @@ import torch
 from te_fp8_block import reference
 from te_proto.testing import GoldenCase, assert_same_bits, load_golden
 
-CASES = load_golden(Path(__file__).parent / "golden" / "fp8-block.npz")
+GOLDEN = Path(__file__).parent / "golden"
+CASES = load_golden(GOLDEN / "fp8-block.npz")
 ALLOWED = [case for case in CASES.values() if case.allowed]
+# the tables of the per-tensor file that have the rule of blocks: where the quotient overflows, the
+# scale is the largest number of the input's own dtype
+SCALES = load_golden(GOLDEN / "fp8-block-scales.npz")
+LARGEST = {"bf16": torch.finfo(torch.bfloat16).max, "f16": torch.finfo(torch.float16).max}
 PLANES = ("rowwise", "columnwise")
 named = pytest.mark.parametrize("case", ALLOWED, ids=[case.name for case in ALLOWED])
 
@@ -51,8 +56,22 @@ def test_dequantized_case(case: GoldenCase, plane: str) -> None:
     assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("case", SCALES.values(), ids=SCALES)
+def test_scale_of_an_amax(case: GoldenCase) -> None:
+    scale = reference.block_scale(
+        case["amax"],
+        dtype=case.record["fp8"],
+        largest=LARGEST[case.record["x_dtype_for_inf"]],
+        pow_2=case.record["force_pow_2_scales"],
+        amax_epsilon=case.record["amax_epsilon"],
+    )
+    assert_same_bits(scale, case["scale"])
+    assert_same_bits(torch.ones_like(scale) / scale, case["scale_inv"])
+
+
 def test_every_case_is_used_or_refused_for_a_known_reason() -> None:
-    assert len(ALLOWED) == 41
+    assert (len(CASES), len(ALLOWED)) == (42, 41)
+    assert (len(SCALES), sum(case.allowed for case in SCALES.values())) == (16, 16)
     assert {name: case.refused for name, case in CASES.items() if not case.allowed} == {
         "REFONLY_infnan_1d": "row0: kernel scale 1 (ref scale 0, scale_inv inf); row1: kernel "
         "ignores NaN in amax (ref scale NaN)",

@@ -42,6 +42,8 @@ def proto(shape: tuple[int, ...], **options: Any) -> TensorProto:
 
 def test_every_row_of_the_peer_is_tested_once() -> None:
     assert len(ROWS) == len(GOLDEN["inner_tensor_specs"]) == 80
+    assert (len(GOLDEN["value_identity"]), len(GOLDEN["create_metadata"])) == (2, 8)
+    assert GOLDEN["inner_tensors"].keys() == CLASSES.keys()
     # it refuses no shape, and so do we
     assert all(isinstance(row["specs"], list) for row in ROWS.values())
 

@@ -14,8 +14,8 @@ from te_proto.testing import GoldenCase, assert_same_bits, load_golden
 
 CASES = load_golden(Path(__file__).parent / "golden" / "fp8-current.npz")
 ALLOWED = [case for case in CASES.values() if case.allowed]
-# tables of the peer's block format: where the scale overflows, it is the largest number of bfloat16
-# or float16, whatever the tensor; here it is that of float32
+# tables of the peer's block format, tested in te-fp8-block: where the quotient overflows, the scale
+# is the largest number of bfloat16 or float16; here it is that of float32, whatever the input
 BLOCK_RULE = [c for c in ALLOWED if c.record.get("x_dtype_for_inf") in ("bf16", "f16")]
 SCALES = [c for c in ALLOWED if c.record.get("x_dtype_for_inf") == "f32"]
 QUANTIZED = [c for c in ALLOWED if "x" in c.tensors]
@@ -70,10 +70,28 @@ def test_scale_of_an_amax(case: GoldenCase) -> None:
 def test_every_case_is_used_or_refused_for_a_known_reason() -> None:
     used = {case.name for case in QUANTIZED + SCALES}
     assert used | {case.name for case in BLOCK_RULE} == {case.name for case in ALLOWED}
-    assert (len(QUANTIZED), len(SCALES), len(BLOCK_RULE)) == (42, 8, 16)
+    assert (len(CASES), len(QUANTIZED), len(SCALES), len(BLOCK_RULE)) == (69, 42, 8, 16)
     assert {name: case.refused for name, case in CASES.items() if not case.allowed} == {
         "REFONLY_inf_f32": "kernel uses scale 1.0 when amax is inf; "
         "reference uses scale 0 / scale_inv inf",
         "REFONLY_nan_f32": "kernel ignores NaN in amax; reference propagates NaN to the scale",
         "recipeRef_tiny_bf16": "kernel uses FLT_MAX for every input dtype",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "scale_inv", "codes"),
+    [
+        ("REFONLY_inf_f32", 0x3F800000, [0x38, 0x40, 0x7E, 0xC4, 0x7E, 0xB0, 0x00, 0xFE]),
+        ("REFONLY_nan_f32", 0x3BDB6DB7, [0x71, 0x79, 0x7F, 0xFE, 0x61, 0xE9, 0x00, 0xF9]),
+        ("recipeRef_tiny_bf16", 0x00200000, [0x46, 0xBD, 0x4E, 0x00]),
+    ],
+)
+def test_what_a_refused_case_gets_here_is_what_the_kernel_gives(
+    name: str, scale_inv: int, codes: list[int]
+) -> None:
+    case = CASES[name]
+    q = quantizer(case).quantize(case["x"])
+    assert int(q.fp8_scale_inv.view(torch.int32)) == scale_inv
+    assert int(case["scale_inv"].view(torch.int32)) != scale_inv
+    assert q.fp8_data.flatten().tolist() == codes

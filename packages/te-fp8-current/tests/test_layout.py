@@ -60,6 +60,8 @@ def described(row: dict[str, Any]) -> list[list[Any]]:
 
 def test_every_row_of_the_peer_is_tested_once() -> None:
     assert len(ROWS) == len(GOLDEN["inner_tensor_specs"]) == 224
+    assert (len(GOLDEN["value_identity"]), len(GOLDEN["create_metadata"])) == (2, 4)
+    assert GOLDEN["inner_tensors"].keys() == CLASSES.keys()
     planes = ("rowwise+columnwise", "columnwise")
     names = [f"sm_{cc}-{plane}-scalar" for cc in (89, 90, 120, 121) for plane in planes]
     assert names == SCALAR

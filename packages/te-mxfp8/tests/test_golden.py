@@ -53,13 +53,13 @@ def test_swizzle_case(case: GoldenCase) -> None:
     assert_same_bits(reference.unswizzle(swizzled, columnwise=columnwise), case["compact"])
 
 
-def test_scale_of_an_amax() -> None:
-    case = CASES["e8m0_from_amax"]
+@named([CASES["e8m0_from_amax"]])
+def test_scale_of_an_amax(case: GoldenCase) -> None:
     assert_same_bits(e8m0_from_amax(case["amax"], "e4m3"), case["code"])
 
 
-def test_value_of_a_scale_but_255() -> None:
-    case = CASES["e8m0_to_scale"]
+@named([CASES["e8m0_to_scale"]])
+def test_value_of_a_scale_but_255(case: GoldenCase) -> None:
     assert_same_bits(decode_e8m0(case["code"])[:255], case["scale"][:255])
     assert e8m0_reciprocal(case["code"])[255].isnan()
 
@@ -67,8 +67,24 @@ def test_value_of_a_scale_but_255() -> None:
 def test_every_case_is_used_or_refused_for_a_known_reason() -> None:
     used = {case.name for case in QUANTIZED + SWIZZLED} | {"e8m0_from_amax"}
     assert used == {case.name for case in ALLOWED}
+    assert (len(CASES), len(QUANTIZED), len(SWIZZLED)) == (14, 9, 2)
     assert {name: case.refused for name, case in CASES.items() if not case.allowed} == {
         "REFONLY_infnan_f32": "kernel: inf block -> code 254, NaN ignored in amax; "
         "this reference: inf -> 255, NaN -> 0",
         "e8m0_to_scale": "code 255 decodes to NaN in kernels, inf (2^128) in this helper",
     }
+
+
+def test_what_the_refused_case_gets_here_is_what_the_kernel_gives() -> None:
+    case = CASES["REFONLY_infnan_f32"]
+    got = reference.quantize(
+        case["x"], dtype="e4m3", rowwise=True, columnwise=False, two_d=False, swizzled=False
+    )
+    # ones with an infinity, with a NaN, and alone
+    assert got["rowwise_scale_inv"][:3, 0].tolist() == [254, 119, 119]
+    assert case["rowwise_scale"].flatten().tolist() == [255, 0, 119]
+    codes = torch.full((3, 32), 0x78, dtype=torch.uint8)
+    codes[0] = 0x00
+    codes[case["x"].isinf()] = 0x7E
+    codes[case["x"].isnan()] = 0x7F
+    assert_same_bits(got["rowwise_data"], codes)

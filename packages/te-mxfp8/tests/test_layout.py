@@ -66,6 +66,8 @@ def proto(shape: tuple[int, ...], **options: Any) -> TensorProto:
 
 def test_every_row_of_the_peer_is_tested_once() -> None:
     assert len(ROWS) == len(GOLDEN["inner_tensor_specs"]) == 40
+    assert (len(GOLDEN["value_identity"]), len(GOLDEN["create_metadata"])) == (2, 4)
+    assert GOLDEN["inner_tensors"].keys() == CLASSES.keys()
     assert REFUSED.keys() < ROWS.keys()
 
 

@@ -30,7 +30,11 @@ def quantizer(case: GoldenCase) -> NVFP4Quantizer:
     )
 
 
-@pytest.mark.parametrize("case", QUANTIZED, ids=[case.name for case in QUANTIZED])
+def named(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [CASES[name] for name in names], ids=names)
+
+
+@named(*(case.name for case in QUANTIZED))
 def test_quantized_case(case: GoldenCase) -> None:
     x, q = case["x"], quantizer(case)
     got = q.replace(internal=True).quantize(x).inner_tensors()
@@ -48,18 +52,16 @@ def test_quantized_case(case: GoldenCase) -> None:
         assert_same_bits(got[f"amax_{plane}"], case[f"amax_{plane}"].view(-1), what=plane)
 
 
-@pytest.mark.parametrize("signs", [True, False])
-def test_transform_case(signs: bool) -> None:
-    case = CASES[f"rht_48x32_bf16_sign{int(signs)}"]
-    x = case["x"]
+@named("rht_48x32_bf16_sign1", "rht_48x32_bf16_sign0")
+def test_transform_case(case: GoldenCase) -> None:
+    x, signs = case["x"], case.name.endswith("1")
     got = hadamard.transform(x.unflatten(0, (-1, 16)), signs=signs).flatten(0, 1)
     assert_same_bits(got.t(), case["rht_xt"])
 
 
-@pytest.mark.parametrize("name", ["signed", "unsigned"])
-def test_transform_of_the_unit_vectors_is_the_matrix(name: str) -> None:
-    case = CASES[f"rht_matrix_{name}"]
-    signs = name == "signed"
+@named("rht_matrix_signed", "rht_matrix_unsigned")
+def test_transform_of_the_unit_vectors_is_the_matrix(case: GoldenCase) -> None:
+    signs = case.name == "rht_matrix_signed"
     unit = torch.eye(16, dtype=torch.bfloat16)
     # row c of the transform of the columns of the identity is column c of the matrix
     assert_same_bits(hadamard.transform(unit, signs=signs).t(), case["matrix"])
@@ -67,8 +69,8 @@ def test_transform_of_the_unit_vectors_is_the_matrix(name: str) -> None:
     assert mask == case.record["random_sign_mask"]
 
 
-def test_codes_of_values_but_of_negative_zero_and_nan() -> None:
-    case = CASES["cast_to_fp4x2"]
+@named("cast_to_fp4x2")
+def test_codes_of_values_but_of_negative_zero_and_nan(case: GoldenCase) -> None:
     x = case["x"]
     codes = encode_e2m1(x)
     special = (x == 0) & x.signbit() | x.isnan()
@@ -78,23 +80,23 @@ def test_codes_of_values_but_of_negative_zero_and_nan() -> None:
     assert_same_bits(pack_e2m1(expected), case["packed"])
 
 
-def test_values_of_codes() -> None:
-    case = CASES["cast_from_fp4x2"]
+@named("cast_from_fp4x2")
+def test_values_of_codes(case: GoldenCase) -> None:
     assert_same_bits(decode_e2m1(unpack_e2m1(case["packed"])), case["values"])
 
 
-def test_swizzle_case() -> None:
-    case = CASES["swizzle_M256_N128"]
+@named("swizzle_M256_N128")
+def test_swizzle_case(case: GoldenCase) -> None:
     assert_same_bits(swizzle(case["compact"]), case["swizzled"])
 
 
-def test_unswizzle_case() -> None:
-    case = CASES["unswizzle_m200_n120"]
+@named("unswizzle_m200_n120")
+def test_unswizzle_case(case: GoldenCase) -> None:
     assert_same_bits(unswizzle(case["swizzled"])[:200], case["compact"])
 
 
-def test_product_of_dequantized_operands_is_the_peers() -> None:
-    case = CASES["qgemm_fprop_16x32x64"]
+@named("qgemm_fprop_16x32x64")
+def test_product_of_dequantized_operands_is_the_peers(case: GoldenCase) -> None:
     values = {}
     for name, two_d in (("x", False), ("w", True)):
         q = NVFP4Quantizer(columnwise=False, with_2d_quantization=two_d)
@@ -120,6 +122,7 @@ def test_every_case_is_used_or_refused_for_a_known_reason() -> None:
         "qgemm_fprop_16x32x64",
     }
     assert {case.name for case in QUANTIZED} | single == {case.name for case in ALLOWED}
+    assert (len(CASES), len(QUANTIZED), len(single)) == (36, 27, 7)
     assert {name: case.refused for name, case in CASES.items() if not case.allowed} == {
         "zeros_f32": "hardware conversion keeps the sign of -0.0 (code 8)",
         "REFONLY_nan_f32": "kernels ignore NaN in amax and encode NaN as code 7",
@@ -133,6 +136,7 @@ def test_refused_case_differs_in_that_element_alone(name: str, code: int) -> Non
     special = x.isnan() if code == 7 else (x == 0) & x.signbit()
     assert special.sum() == 1
     ours = reference.quantize(x, NVFP4Quantizer())
+    assert not torch.equal(ours["rowwise_data"], case["rowwise_data"])
     clean = reference.quantize(torch.where(special, 0.0, x), NVFP4Quantizer())
     codes = unpack_e2m1(ours["rowwise_data"])
     assert codes[special].item() == code

@@ -82,6 +82,8 @@ def options_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_row_of_the_peer_is_tested_once() -> None:
     assert len(ROWS) == len(GOLDEN["inner_tensor_specs"]) == 80
+    assert (len(GOLDEN["value_identity"]), len(GOLDEN["create_metadata"])) == (4, 4)
+    assert GOLDEN["inner_tensors"].keys() == CLASSES.keys()
     assert REFUSED.keys() < ROWS.keys()
 
 
