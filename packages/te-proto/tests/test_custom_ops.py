@@ -14,7 +14,6 @@ from te_toy_ops import (
     dequantize,
     every_argument,
     fill_both,
-    linear,
     quantize,
     quantize_into,
 )
@@ -185,39 +184,3 @@ def test_fake_results_have_the_layout_of_real_ones(device: str) -> None:
 def test_meta_tensors_give_meta_results() -> None:
     out = quantize(torch.empty(8, 12, device="meta"), Q)
     assert to_tensor_proto(out) == proto((8, 12), Q, device="meta")
-
-
-def raw_call(op: Any, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return torch's op under ``op`` and the flat arguments that the call gives it."""
-    seen: list[tuple[Any, ...]] = []
-    under = op._op
-    op._op = lambda *flat: seen.append(flat) or under(*flat)
-    try:
-        op(*args, **kwargs)
-    finally:
-        op._op = under
-    return under.default, seen[0]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(lambda: raw_call(quantize, values(8, 12), Q), id="plain-to-tensor"),
-        pytest.param(lambda: raw_call(quantize, values(8, 12), INTERNAL), id="plain-to-storage"),
-        pytest.param(lambda: raw_call(dequantize, Q.quantize(values(8, 12))), id="tensor-to-plain"),
-        pytest.param(lambda: raw_call(all_forms, **every_argument()), id="all-forms"),
-        pytest.param(
-            lambda: raw_call(quantize_into, values(8, 12), Q.make_empty((8, 12), device="cpu")),
-            id="mutating",
-        ),
-        pytest.param(
-            lambda: raw_call(linear, values(8, 12).requires_grad_(), values(4, 12), None, Q),
-            id="differentiable",
-        ),
-    ],
-)
-def test_opcheck_accepts_the_op_under_each_form(call: Any) -> None:
-    op, args = call()
-    results = torch.library.opcheck(op, args)
-    assert set(results.values()) == {"SUCCESS"}
-    assert len(results) == 4

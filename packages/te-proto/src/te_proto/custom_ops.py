@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from te_proto._check import check_results, each
 from te_proto._classes import source_name
 from te_proto._compat import OpaqueBase, get_opaque_type_name, register_value_type
-from te_proto.errors import LayoutError, UsageError
+from te_proto.errors import UsageError
 from te_proto.proto import to_tensor_proto
 from te_proto.quantizer import Quantizer
 from te_proto.storage import FlattenContext, QuantizedStorage, is_torch_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from te_proto.layout import BufferSpec
+    from collections.abc import Callable, Sequence
 
 _CONSTANTS = (bool, float, str, type(None))
 
@@ -65,7 +64,14 @@ def _source(value: Any, classes: dict[str, type]) -> str:
 
 
 class CustomOp:
-    """A torch.library op whose arguments and results may be quantized; see :func:`custom_op`."""
+    """A torch.library op whose arguments and results may be quantized; see :func:`custom_op`.
+
+    Attributes:
+        name: ``"namespace::op"``.
+        argument_names: in the order of the function.
+        mutates: those that it writes into.
+        differentiable: whether :meth:`register_autograd` gave it a gradient.
+    """
 
     def __init__(
         self, name: str, fn: Callable[..., Any], outputs: Callable[..., Any], mutates: Sequence[str]
@@ -77,11 +83,11 @@ class CustomOp:
         self.name = name
         self._fn = fn
         self._outputs = outputs
-        self._names = tuple(parameters)
+        self.argument_names = tuple(parameters)
         self._defaults = {
             n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
         }
-        self._mutates = tuple(mutates)
+        self.mutates = tuple(mutates)
         self.__doc__ = fn.__doc__
         namespace, _, op = name.partition("::")
         self._lib = torch.library.Library(namespace, "FRAGMENT")
@@ -92,39 +98,20 @@ class CustomOp:
         self._lib.impl(op, self._real, "CompositeExplicitAutograd")
         torch.library.register_fake(name, self._fake, lib=self._lib)
         self._op = getattr(getattr(torch.ops, namespace), op)
-        self._differentiable = False
+        self.differentiable = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the op: eagerly, on fakes, or traced into a graph."""
-        values = self._bind(args, kwargs)
-        tensors: list[Tensor] = []
-        mutated: list[Tensor] = []
-        sizes: list[int | torch.SymInt] = []
-        entries = []
-        for name, value in zip(self._names, values, strict=True):
-            if (
-                self._differentiable
-                and is_torch_tensor(value)
-                and value.requires_grad
-                and isinstance(value, QuantizedStorage)
-                and torch.is_grad_enabled()
-            ):
-                msg = (
-                    f"{self.name}: {name} is quantized and requires grad, "
-                    "which an op cannot pass on; detach() or dequantize() it"
-                )
-                raise UsageError(msg)
-            if name in self._mutates and isinstance(value, QuantizedStorage):
-                QuantizedStorage.check_writable(value)
-            entries.append(
-                _flatten(name, value, mutated if name in self._mutates else tensors, sizes)
-            )
-        if self._mutates:
-            self._op(tensors, sizes, Call(tuple(entries)), mutated)
-            return None
-        flat = self._op(tensors, sizes, Call(tuple(entries)))
-        protos = self._outputs(*[_proto(v) for v in values])
-        return _assemble(protos, flat)
+        values = self.bind(*args, **kwargs)
+        flat = self._op(*self._flatten(values))
+        return None if self.mutates else _assemble(self._describe(values), flat)
+
+    def under(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return torch's op, and what a call with these arguments gives it.
+
+        Such as ``torch.library.opcheck(*op.under(x, quantizer))``.
+        """
+        return self._op.default, self._flatten(self.bind(*args, **kwargs))
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None
@@ -141,8 +128,8 @@ class CustomOp:
         def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
             ctx._te_sizes, ctx._te_call = len(inputs[1]), inputs[2]
             values = self._unflatten(*inputs)
-            protos = self._outputs(*[_proto(v) for v in values])
-            ctx._te_results = [(p.is_quantized, len(p.inner_names())) for p in _each(protos)]
+            protos = self._describe(values)
+            ctx._te_results = [(p.is_quantized, len(p.inner_names())) for p in each(protos)]
             if setup_context is not None:
                 setup_context(ctx, tuple(values), _assemble(protos, output))
             # a float buffer of a quantized result, such as a scale, would require grad
@@ -170,33 +157,64 @@ class CustomOp:
             return flat, None if ctx._te_sizes else [], None
 
         torch.library.register_autograd(self.name, run, setup_context=setup, lib=self._lib)
-        self._differentiable = True
+        self.differentiable = True
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+    def _flatten(self, values: list[Any]) -> tuple[Any, ...]:
+        tensors: list[Tensor] = []
+        mutated: list[Tensor] = []
+        sizes: list[int | torch.SymInt] = []
+        entries = []
+        for name, value in zip(self.argument_names, values, strict=True):
+            if (
+                self.differentiable
+                and is_torch_tensor(value)
+                and value.requires_grad
+                and isinstance(value, QuantizedStorage)
+                and torch.is_grad_enabled()
+            ):
+                msg = (
+                    f"{self.name}: {name} is quantized and requires grad, "
+                    "which an op cannot pass on; detach() or dequantize() it"
+                )
+                raise UsageError(msg)
+            if name in self.mutates and isinstance(value, QuantizedStorage):
+                QuantizedStorage.check_writable(value)
+            entries.append(
+                _flatten(name, value, mutated if name in self.mutates else tensors, sizes)
+            )
+        call = Call(tuple(entries))
+        return (tensors, sizes, call, mutated) if self.mutates else (tensors, sizes, call)
+
+    def _describe(self, values: Sequence[Any]) -> Any:
+        """Return the prototypes of the results, as ``outputs`` gives them."""
+        return self._outputs(*[_proto(v) for v in values])
+
+    def bind(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the values of all arguments, in order, defaults filled in."""
+        given = {**self._defaults, **dict(zip(self.argument_names, args, strict=False)), **kwargs}
         if (
-            len(args) > len(self._names)
-            or any(n not in self._names[len(args) :] for n in kwargs)
-            or len(given) != len(self._names)
+            len(args) > len(self.argument_names)
+            or any(n not in self.argument_names[len(args) :] for n in kwargs)
+            or len(given) != len(self.argument_names)
         ):
             msg = (
-                f"{self.name}: takes the arguments {self._names}, "
+                f"{self.name}: takes the arguments {self.argument_names}, "
                 f"got {len(args)} positional and {tuple(kwargs)}"
             )
             raise TypeError(msg)
-        return [given[n] for n in self._names]
+        return [given[n] for n in self.argument_names]
 
     def _real(
         self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()
     ) -> list[Tensor] | None:
         values = self._unflatten(tensors, sizes, call, mutated)
         result = self._fn(*values)
-        if self._mutates:
+        if self.mutates:
             return None
         if os.environ.get("TE_PROTO_CHECK") == "1":
-            check_results(self.name, self._outputs(*[_proto(v) for v in values]), result, tensors)
+            check_results(self.name, self._describe(values), result, tensors)
         flat: list[Tensor] = []
-        for value in _each(result):
+        for value in each(result):
             flat.extend(
                 value.inner_tensors().values() if isinstance(value, QuantizedStorage) else [value]
             )
@@ -205,11 +223,11 @@ class CustomOp:
     def _fake(
         self, tensors: list[Tensor], sizes: list[int], call: Call, mutated: Sequence[Tensor] = ()
     ) -> list[Tensor] | None:
-        if self._mutates:
+        if self.mutates:
             return None
         values = self._unflatten(tensors, sizes, call, mutated)
-        protos = self._outputs(*[_proto(v) for v in values])
-        return [tensor for proto in _each(protos) for tensor in proto.create_inner_tensors()]
+        protos = self._describe(values)
+        return [tensor for proto in each(protos) for tensor in proto.create_inner_tensors()]
 
     def _unflatten(
         self,
@@ -221,8 +239,8 @@ class CustomOp:
         """Rebuild the arguments; the inverse of :func:`_flatten` over all of them."""
         plain, written, numbers = iter(tensors), iter(mutated), iter(sizes)
         values: list[Any] = []
-        for name, (kind, *rest) in zip(self._names, call.entries, strict=True):
-            source = written if name in self._mutates else plain
+        for name, (kind, *rest) in zip(self.argument_names, call.entries, strict=True):
+            source = written if name in self.mutates else plain
             if kind == "plain":
                 values.append(next(source))
             elif kind == "quantized":
@@ -299,6 +317,9 @@ def _flatten(
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("plain",)
+    if isinstance(value, float) and torch.compiler.is_compiling():
+        # dynamo may take it for a symbol, which this way of copying it makes a constant
+        value = float.fromhex(value.hex())
     if isinstance(value, (Quantizer, *_CONSTANTS)):
         return ("const", value)
     if isinstance(value, (int, torch.SymInt)):
@@ -322,11 +343,6 @@ def _proto(value: Any) -> Any:
     return to_tensor_proto(value) if isinstance(value, (Tensor, QuantizedStorage)) else value
 
 
-def _each(result: Any) -> Iterator[Any]:
-    if result is not None:
-        yield from result if isinstance(result, (tuple, list)) else (result,)
-
-
 def _assemble(protos: Any, flat: Sequence[Tensor]) -> Any:
     if protos is None:
         return None
@@ -337,61 +353,3 @@ def _assemble(protos: Any, flat: Sequence[Tensor]) -> Any:
         out.append(proto.replace(requires_grad=False).assemble(flat[at : at + len(names)]))
         at += len(names)
     return tuple(out) if isinstance(protos, (tuple, list)) else out[0]
-
-
-def check_results(name: str, protos: Any, results: Any, inputs: Sequence[Tensor] = ()) -> None:
-    """Raise unless ``results`` are what ``protos`` say.
-
-    Class, buffers, their order, shape, stride, dtype and device are compared.
-
-    Raises:
-        LayoutError: naming the result and the property that differs.
-    """
-    wanted, found = list(_each(protos)), list(_each(results))
-    if len(wanted) != len(found):
-        msg = f"{name}: outputs describes {len(wanted)} results, the op returned {len(found)}"
-        raise LayoutError(msg)
-    held = {t.untyped_storage()._cdata for t in inputs}
-    for i, (proto, result) in enumerate(zip(wanted, found, strict=True)):
-        if not isinstance(result, (Tensor, QuantizedStorage)):
-            msg = f"{name}: result {i} is described as a tensor, got a {type(result).__name__}"
-            raise LayoutError(msg)
-        proto, real = proto.at_rest(), to_tensor_proto(result)
-        for what in ("shape", "dtype", "quantizer", "device"):
-            if getattr(proto, what) != getattr(real, what):
-                msg = (
-                    f"{name}: {what} of result {i} is described as {getattr(proto, what)}, "
-                    f"got {getattr(real, what)}"
-                )
-                raise LayoutError(msg)
-        inner: dict[str, Any] = {"data": result}
-        if isinstance(result, QuantizedStorage):
-            cls, inner = proto.create_metadata().cls, result.inner_tensors()
-            if type(result) is not cls:
-                msg = (
-                    f"{name}: class of result {i} is described as {cls.__name__}, "
-                    f"got {type(result).__name__}"
-                )
-                raise LayoutError(msg)
-        _check_buffers(f"{name}: result {i}", proto.inner_specs(), inner, held)
-
-
-def _check_buffers(
-    what: str, specs: dict[str, BufferSpec], inner: dict[str, Tensor], held: set[int]
-) -> None:
-    if list(inner) != list(specs):
-        msg = f"{what} is described with the buffers {list(specs)}, got {list(inner)}"
-        raise LayoutError(msg)
-    for key, spec in specs.items():
-        buffer = inner[key]
-        got = (tuple(buffer.shape), buffer.dtype)
-        if got != (tuple(spec.shape), spec.dtype) or not buffer.is_contiguous():
-            msg = (
-                f"{what} is described with {key} contiguous, {spec.dtype} of shape "
-                f"{tuple(spec.shape)}, got {buffer.dtype} of shape {got[0]} and strides "
-                f"{buffer.stride()}"
-            )
-            raise LayoutError(msg)
-        if buffer.untyped_storage()._cdata in held:
-            msg = f"{what} shares the memory of {key} with an argument; return a new tensor"
-            raise LayoutError(msg)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from te_proto.testing.golden import GoldenCase, load_golden
     from te_proto.testing.imports import assert_lazy_package
     from te_proto.testing.interpreter import cpu_launches_interpreted
+    from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -38,6 +39,7 @@ else:
             "assert_lazy_package": "imports",
             "assert_same_bits": "compare",
             "assert_same_metadata": "compare",
+            "check_op": "op_check",
             "count_compiles": "compiles",
             "cpu_launches_interpreted": "interpreter",
             "hostile": "compare",
@@ -54,6 +56,7 @@ __all__ = [
     "assert_lazy_package",
     "assert_same_bits",
     "assert_same_metadata",
+    "check_op",
     "count_compiles",
     "cpu_launches_interpreted",
     "hostile",
