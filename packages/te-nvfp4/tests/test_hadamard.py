@@ -84,3 +84,10 @@ def test_compiled_transform_rounds_as_eager_does() -> None:
             for found, expected in zip(compiled(x.bfloat16()), both(x.bfloat16()), strict=True):
                 assert_same_bits(found.nan_to_num(nan=3.0), expected.nan_to_num(nan=3.0))
     assert (counts.graphs, counts.breaks, counts.recompiles) == (1, 0, 0)
+
+
+def test_transform_can_be_compiled_as_a_region_of_its_own() -> None:
+    region = torch.compiler.nested_compile_region(lambda x: transform(x, signs=True))
+    compiled = torch.compile(lambda x: region(region(x)), fullgraph=True)
+    x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
+    assert_same_bits(compiled(x), transform(transform(x, signs=True), signs=True))

@@ -49,8 +49,9 @@ def inverse(y: Tensor, *, signs: bool) -> Tensor:
 
 def _signs(like: Tensor, signs: bool) -> Tensor:
     """Return the signs as float32 ``[16, 1]``."""
-    values = [-1.0 if signs and SIGN_MASK >> r & 1 else 1.0 for r in range(BLOCK)]
-    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
+    # computed: a constant tensor is lost in a nested_compile_region (torch 2.13)
+    bit = torch.arange(BLOCK, dtype=torch.int32, device=like.device).unsqueeze(1)
+    return (1 - 2 * ((SIGN_MASK if signs else 0) >> bit & 1)).float()
 
 
 def _butterfly(x: Tensor) -> Tensor:
