@@ -16,8 +16,9 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 nox.options.sessions = ["lint", "types", "tests"]
 
-TORCH = f"torch=={os.environ.get('TE_TORCH', '2.13.0')}"
-TRITON = f"triton=={os.environ.get('TE_TRITON', '3.7.1')}"
+# each torch that is tried, with the triton it was released with; the first is what CI uses
+MATRIX = {"2.13.0": "3.7.1", "2.11.0": "3.6.0", "2.12.1": "3.7.0", "2.14.1": "3.8.0"}
+TORCH, TRITON = (f"torch=={next(iter(MATRIX))}", f"triton=={next(iter(MATRIX.values()))}")
 # with "error" on warnings, torch wants numpy
 PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")
 HATCHLING = "hatchling==1.33.0"
@@ -87,9 +88,24 @@ def tests(session: nox.Session, project: Project | None) -> None:
         triton = [TRITON] if "triton" in project.extras else []
         install(session, TORCH, *triton, *PYTEST, editable=tuple(dict.fromkeys([CORE, project])))
         folder = f"{project.path}/tests"
+    _pytest(session, folder)
+
+
+def _pytest(session: nox.Session, folder: str) -> None:
     # one thread each, see ENV: the second core takes other files
     workers = str(min(os.cpu_count() or 1, 4))
     session.run("pytest", "-n", workers, "--dist", "loadfile", folder, *session.posargs, env=ENV)
+
+
+@nox.session
+@nox.parametrize("torch", [nox.param(version, id=version) for version in MATRIX])
+def matrix(session: nox.Session, torch: str) -> None:
+    """Test every package on another torch: ``nox -s "matrix(2.14.1)"``; pip may take gigabytes."""
+    needed = (f"torch=={torch}", f"triton=={MATRIX[torch]}", *PYTEST, HATCHLING, *DEMO)
+    install(session, *needed, editable=TESTED)
+    for project in TESTED:
+        _pytest(session, f"{project.path}/tests")
+    _pytest(session, "tests-integration")
 
 
 @nox.session
