@@ -12,6 +12,7 @@ from te_linear.__about__ import __version__
 from te_proto import lazy_exports
 
 if TYPE_CHECKING:
+    from te_linear.conversion import ConversionReport, convert
     from te_linear.execute import execute_backward, execute_forward
     from te_linear.module import Linear, linear
     from te_linear.plan import LinearConfig, LinearPlan, plan_linear
@@ -20,9 +21,11 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "ConversionReport": "conversion",
             "Linear": "module",
             "LinearConfig": "plan",
             "LinearPlan": "plan",
+            "convert": "conversion",
             "execute_backward": "execute",
             "execute_forward": "execute",
             "linear": "module",
@@ -31,10 +34,12 @@ else:
     )
 
 __all__ = [
+    "ConversionReport",
     "Linear",
     "LinearConfig",
     "LinearPlan",
     "__version__",
+    "convert",
     "execute_backward",
     "execute_forward",
     "linear",
