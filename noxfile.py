@@ -24,6 +24,7 @@ PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")
 HATCHLING = "hatchling==1.33.0"
 TORCHAO = "torchao==0.18.0"  # the peer of the benchmarks
 DEMO = ("matplotlib==3.11.2", "tqdm==4.70.1")
+MODELS = "transformers==5.24.0"
 
 # What this shell sets must not change what is tested. Small tensors gain nothing from threads.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "TRITON_INTERPRET": None}
@@ -82,7 +83,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, project: Project | None) -> None:
     """Test a package with only te-proto of ours beside it; as "integration", all of them."""
     if project is None:
-        install(session, TORCH, TRITON, *PYTEST, HATCHLING, *DEMO, editable=PACKAGES)
+        install(session, TORCH, TRITON, *PYTEST, HATCHLING, *DEMO, MODELS, editable=PACKAGES)
         folder = "tests-integration"
     else:
         triton = [TRITON] if "triton" in project.extras else []
@@ -101,7 +102,7 @@ def _pytest(session: nox.Session, folder: str) -> None:
 @nox.parametrize("torch", [nox.param(version, id=version) for version in MATRIX])
 def matrix(session: nox.Session, torch: str) -> None:
     """Test every package on another torch: ``nox -s "matrix(2.14.1)"``; pip may take gigabytes."""
-    needed = (f"torch=={torch}", f"triton=={MATRIX[torch]}", *PYTEST, HATCHLING, *DEMO)
+    needed = (f"torch=={torch}", f"triton=={MATRIX[torch]}", *PYTEST, HATCHLING, *DEMO, MODELS)
     install(session, *needed, editable=TESTED)
     for project in TESTED:
         _pytest(session, f"{project.path}/tests")
