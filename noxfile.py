@@ -17,7 +17,7 @@ nox.options.error_on_external_run = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 # each torch that is tried, with the triton it was released with; the first is what CI uses
-MATRIX = {"2.13.0": "3.7.1", "2.11.0": "3.6.0", "2.12.1": "3.7.0", "2.14.1": "3.8.0"}
+MATRIX = {"2.13.0": "3.7.1", "2.11.0": "3.6.0", "2.12.1": "3.7.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
 TORCH, TRITON = (f"torch=={next(iter(MATRIX))}", f"triton=={next(iter(MATRIX.values()))}")
 # with "error" on warnings, torch wants numpy
 PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")

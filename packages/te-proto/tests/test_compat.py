@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
 
 
 @pytest.mark.parametrize(
-    ("version", "minor"), [("2.10.1", (2, 10)), ("1.13.0", (1, 13)), ("2.15.0.dev1+cpu", (2, 15))]
+    ("version", "minor"), [("2.10.1", (2, 10)), ("1.13.0", (1, 13)), ("2.16.0.dev1+cpu", (2, 16))]
 )
 def test_version_out_of_range_is_an_import_error_that_names_the_range(
     version: str, minor: tuple[int, int]
@@ -23,7 +23,7 @@ def test_version_out_of_range_is_an_import_error_that_names_the_range(
     with pytest.raises(ImportError) as raised:
         check_torch(version, minor)
     assert str(raised.value) == (
-        f'te-proto needs torch 2.11 to 2.14, got {version}; pip install "torch>=2.11,<2.15", '
+        f'te-proto needs torch 2.11 to 2.15, got {version}; pip install "torch>=2.11,<2.16", '
         "or a te-proto that knows this one"
     )
 
@@ -33,7 +33,7 @@ def test_whatever_is_imported_first_says_so(name: str) -> None:
     code = f"import torch; torch.__version__ = '2.10.1'; from te_proto import {name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "ImportError: te-proto needs torch 2.11 to 2.14, got 2.10.1; " in done.stderr
+    assert "ImportError: te-proto needs torch 2.11 to 2.15, got 2.10.1; " in done.stderr
 
 
 def test_this_version_is_in_the_range() -> None:

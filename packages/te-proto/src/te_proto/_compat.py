@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-SUPPORTED = ((2, 11), (2, 14))
+SUPPORTED = ((2, 11), (2, 15))
 """The first and the last minor version of torch that the tests were run on."""
 
 _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
