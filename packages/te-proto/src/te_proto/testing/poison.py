@@ -21,8 +21,8 @@ _filling = threading.local()
 
 
 @contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Fill what ``torch.empty`` and its kin return with 0xFF bytes while active.
+def poisoned_allocations(byte: int = 0xFF) -> Iterator[None]:
+    """Fill what ``torch.empty`` and its kin return with 0xFF bytes, or others, while active.
 
     0xFF is NaN in every float format of the house, E8M0 included, -1 or the largest unsigned
     integer, and two codes of -6 in packed E2M1. The kernels of ``aten::empty`` and
@@ -43,7 +43,7 @@ def poisoned_allocations() -> Iterator[None]:
         undo.callback(library._destroy)
         # patched here first: what is undone last must still see an unpatched allocator
         for key, name in devices.items():
-            allocate = _poisoning(getattr(guards, name))
+            allocate = _poisoning(getattr(guards, name), byte)
             undo.enter_context(mock.patch.object(guards, name, allocate))
             with warnings.catch_warnings():
                 # replacing a kernel is the point; torch warns of it once a process
@@ -53,7 +53,7 @@ def poisoned_allocations() -> Iterator[None]:
         yield
 
 
-def _poisoning(allocate: _Allocate) -> _Allocate:
+def _poisoning(allocate: _Allocate, byte: int) -> _Allocate:
     def poisoned(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         out = allocate(tuple(size), tuple(stride), dtype)
         if getattr(_filling, "active", False):
@@ -62,9 +62,9 @@ def _poisoning(allocate: _Allocate) -> _Allocate:
         try:
             storage = out.untyped_storage()
             if out.device.type == "cpu":
-                ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+                ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
             else:
-                storage.fill_(0xFF)  # type: ignore[attr-defined]
+                storage.fill_(byte)  # type: ignore[attr-defined]
         finally:
             _filling.active = False
         return out
