@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from te_proto.testing.aot import AotReport, aot_report
     from te_proto.testing.compare import assert_same_bits, assert_same_metadata, hostile
     from te_proto.testing.compiles import CompileCounts, count_compiles
+    from te_proto.testing.conformance import FormatConformance
     from te_proto.testing.golden import GoldenCase, load_golden
     from te_proto.testing.interpreter import cpu_launches_interpreted
     from te_proto.testing.poison import poisoned_allocations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "AotReport": "aot",
     "CompileCounts": "compiles",
+    "FormatConformance": "conformance",
     "GoldenCase": "golden",
     "aot_report": "aot",
     "assert_same_bits": "compare",
@@ -43,6 +45,7 @@ _WHERE = {
 __all__ = [
     "AotReport",
     "CompileCounts",
+    "FormatConformance",
     "GoldenCase",
     "aot_report",
     "assert_same_bits",

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests that every format must pass."""
+
+from __future__ import annotations
+
+from te_proto.testing.conformance.base import Case
+from te_proto.testing.conformance.flatten import FlattenConformance
+from te_proto.testing.conformance.prototypes import PrototypeConformance
+from te_proto.testing.conformance.quantizers import QuantizerConformance
+
+__all__ = ["Case", "FormatConformance"]
+
+
+class FormatConformance(PrototypeConformance, QuantizerConformance, FlattenConformance):
+    """Every test there is, for a format that is named in a subclass."""
