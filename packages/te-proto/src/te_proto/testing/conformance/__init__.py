@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from te_proto.testing.conformance.base import Case
 from te_proto.testing.conformance.flatten import FlattenConformance
+from te_proto.testing.conformance.inputs import InputConformance
 from te_proto.testing.conformance.prototypes import PrototypeConformance
 from te_proto.testing.conformance.quantizers import QuantizerConformance
+from te_proto.testing.conformance.values import ValueConformance
 
 __all__ = ["Case", "FormatConformance"]
 
 
-class FormatConformance(PrototypeConformance, QuantizerConformance, FlattenConformance):
+class FormatConformance(
+    PrototypeConformance, QuantizerConformance, FlattenConformance, InputConformance, ValueConformance
+):
     """Every test there is, for a format that is named in a subclass."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,11 +68,16 @@ class Kit:
         quantizers: from which option sets are varied; those of the default constructor and of the
             default recipe if empty. Name here what the flags cannot reach: numbers and strings.
         shapes: shapes of the format's own, looked at besides the generated ones.
+        flushed_below: values of a tensor whose largest magnitude is below may shrink towards zero:
+            its scale is out of the range of a float32. The format must say so.
+        finite_up_to: a larger magnitude may be dequantized to infinity or NaN, as the format says.
     """
 
     format_name: ClassVar[str]
     quantizers: ClassVar[Sequence[Quantizer]] = ()
     shapes: ClassVar[Sequence[tuple[int, ...]]] = ()
+    flushed_below: ClassVar[float] = 0.0
+    finite_up_to: ClassVar[float] = math.inf
 
     # -- the format -------------------------------------------------------------------------------
 
