@@ -9,11 +9,17 @@ from te_proto.testing.conformance.inputs import InputConformance
 from te_proto.testing.conformance.prototypes import PrototypeConformance
 from te_proto.testing.conformance.quantizers import QuantizerConformance
 from te_proto.testing.conformance.values import ValueConformance
+from te_proto.testing.conformance.views import ViewConformance
 
 __all__ = ["Case", "FormatConformance"]
 
 
 class FormatConformance(
-    PrototypeConformance, QuantizerConformance, FlattenConformance, InputConformance, ValueConformance
+    PrototypeConformance,
+    QuantizerConformance,
+    FlattenConformance,
+    InputConformance,
+    ValueConformance,
+    ViewConformance,
 ):
     """Every test there is, for a format that is named in a subclass."""

@@ -94,9 +94,13 @@ class Kit:
         made = (get_quantizer(self.format_name)(), *(q for q in roles if q is not None))
         return tuple(dict.fromkeys(made))
 
-    def tile(self) -> int:
-        """Return elements of an axis after which every block of the format ends."""
-        return max(*self.card().block, 8)
+    def tile(self, quantizer: Quantizer | None = None) -> int:
+        """Return elements of an axis after which every block of the format ends.
+
+        Args:
+            quantizer: its alignment counts too.
+        """
+        return math.lcm(max(*self.card().block, 8), *(quantizer.alignment() if quantizer else ()))
 
     def error_bound(self, quantizer: Quantizer, *, columnwise: bool) -> float:
         """Return the largest error of a value, as a part of the largest magnitude of its block.
@@ -133,7 +137,7 @@ class Kit:
             extra: elements beyond, rounded up to the alignment.
         """
         rows, columns = quantizer.alignment()
-        size = tiles * self.tile()
+        size = tiles * self.tile(quantizer)
         return (-(-(size + extra) // rows) * rows, -(-(size + extra + 2) // columns) * columns)
 
     def fixed(
