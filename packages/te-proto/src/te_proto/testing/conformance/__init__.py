@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from te_proto.testing.conformance.base import Case
+from te_proto.testing.conformance.copies import CopyConformance
 from te_proto.testing.conformance.flatten import FlattenConformance
 from te_proto.testing.conformance.inputs import InputConformance
 from te_proto.testing.conformance.prototypes import PrototypeConformance
@@ -21,5 +22,6 @@ class FormatConformance(
     InputConformance,
     ValueConformance,
     ViewConformance,
+    CopyConformance,
 ):
     """Every test there is, for a format that is named in a subclass."""
