@@ -7,6 +7,7 @@ from te_proto.testing.conformance.base import Case
 from te_proto.testing.conformance.copies import CopyConformance
 from te_proto.testing.conformance.flatten import FlattenConformance
 from te_proto.testing.conformance.inputs import InputConformance
+from te_proto.testing.conformance.kernels import KernelConformance
 from te_proto.testing.conformance.prototypes import PrototypeConformance
 from te_proto.testing.conformance.quantizers import QuantizerConformance
 from te_proto.testing.conformance.values import ValueConformance
@@ -23,5 +24,6 @@ class FormatConformance(
     ValueConformance,
     ViewConformance,
     CopyConformance,
+    KernelConformance,
 ):
     """Every test there is, for a format that is named in a subclass."""
