@@ -130,7 +130,9 @@ class KernelConformance(Kit):
             if names <= seen.keys():
                 break
         missing = sorted(names - seen.keys())
-        assert not missing, f"{self.format_name}: no use of {self.starts()} reaches the ops {missing}"
+        assert not missing, (
+            f"{self.format_name}: no use of {self.starts()} reaches the ops {missing}"
+        )
         for name, (op, args) in seen.items():
             with self._interpreted():
                 results = torch.library.opcheck(op, args, raise_exception=False)
