@@ -70,6 +70,8 @@ class Kit:
         shapes: shapes of the format's own, looked at besides the generated ones.
         flushed_below: values of a tensor whose largest magnitude is below may shrink towards zero:
             its scale is out of the range of a float32. The format must say so.
+        nonfinite: NaN and infinities have bytes that the format defines; False leaves them out
+            where bytes are compared.
         finite_up_to: a larger magnitude may be dequantized to infinity or NaN, as the format says.
     """
 
@@ -77,6 +79,7 @@ class Kit:
     quantizers: ClassVar[Sequence[Quantizer]] = ()
     shapes: ClassVar[Sequence[tuple[int, ...]]] = ()
     flushed_below: ClassVar[float] = 0.0
+    nonfinite: ClassVar[bool] = True
     finite_up_to: ClassVar[float] = math.inf
 
     # -- the format -------------------------------------------------------------------------------
@@ -238,6 +241,16 @@ def named(case: object) -> Iterator[None]:
 
 
 @contextmanager
+def cuda_may_be_missing() -> Iterator[None]:
+    """Leave the rest out where a torch without CUDA cannot even pretend to copy a CUDA tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if torch.version.cuda is not None or "not linked with support for cuda" not in str(error):
+            raise
+
+
+@contextmanager
 def call_arguments(quantizer: Quantizer, device: torch.device) -> Iterator[dict[str, Any]]:
     """Give what ``quantizer`` needs with a call on ``device``: a seed, a group of one process."""
     needed = quantizer.call_arguments()
@@ -259,7 +272,8 @@ def one_process() -> Iterator[str]:
     if dist.is_initialized():
         yield dist.group.WORLD.group_name  # type: ignore[union-attr]  # initialized
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield dist.group.WORLD.group_name  # type: ignore[union-attr]  # initialized
     finally:

@@ -59,7 +59,7 @@ class CompileConformance(Kit):
             with count_compiles() as counts, poisoned_allocations():
                 run = torch.compile(quantize, fullgraph=True, dynamic=True, backend=backend)
                 for case in self._sizes(first):
-                    x, rng = case.input(nonfinite=True), _rng()
+                    x, rng = case.input(nonfinite=self.nonfinite), _rng()
                     found, expected = run(x, rng), quantize(x, rng)
                     what = f"{backend}, dynamic: {case}"
                     assert_same_facts(found, expected, what)
@@ -167,14 +167,17 @@ class CompileConformance(Kit):
         """The graph is that of the value."""
         case = self.compiled_starts()[0]
         other = case.quantizer.with_usage(columnwise=not case.quantizer.columnwise, rowwise=True)
-        holder = torch.nn.Module()
 
-        def forward(x: Tensor, rng: Tensor) -> Any:
-            return _quantize(holder.quantizer, x, rng)
+        class Holder(torch.nn.Module):
+            quantizer = case.quantizer
 
+            def forward(self, x: Tensor, rng: Tensor) -> Any:
+                return _quantize(self.quantizer, x, rng)
+
+        holder = Holder()
         x, rng = case.input(), _rng()
         with count_compiles() as counts:
-            run = torch.compile(forward, fullgraph=True, dynamic=False, backend="aot_eager")
+            run = torch.compile(holder, fullgraph=True, dynamic=False, backend="aot_eager")
             for quantizer, graphs in (
                 (case.quantizer, 1),
                 (case.quantizer.replace(), 1),
@@ -182,8 +185,8 @@ class CompileConformance(Kit):
             ):
                 holder.quantizer = quantizer
                 what = f"graph {graphs}: {quantizer}"
-                assert_same_facts(run(x, rng), forward(x, rng), what)
-                assert_same_bytes(run(x, rng), forward(x, rng), what)
+                assert_same_facts(run(x, rng), holder(x, rng), what)
+                assert_same_bytes(run(x, rng), holder(x, rng), what)
                 assert counts.graphs == graphs, f"{what}: {counts}"
 
     def test_quantizer_made_inside_the_graph_outlives_train_and_eval(self) -> None:

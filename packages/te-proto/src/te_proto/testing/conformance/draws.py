@@ -71,6 +71,7 @@ def shapes(
     """Draw a shape of 0 to 4 axes; if for a quantizer, one that its alignment allows.
 
     Args:
+        draw: given by Hypothesis.
         kit: its tile is a size at which something happens.
         quantizer: None for shapes that may be refused.
         empty: let axes have size 0.

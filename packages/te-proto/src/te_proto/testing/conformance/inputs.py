@@ -60,7 +60,7 @@ class InputConformance(Kit):
         """Padding and ragged edges are written: vllm-project/vllm#37564."""
 
         def check(case: Case) -> None:
-            x = case.input(nonfinite=True)
+            x = case.input(nonfinite=self.nonfinite)
             made = {}
             for byte in (0x00, 0xFF):
                 with poisoned_allocations(byte):

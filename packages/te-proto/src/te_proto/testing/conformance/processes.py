@@ -60,7 +60,8 @@ class ProcessConformance(Kit):
         assert cls.format_name == self.format_name, f"{cls} says {cls.format_name}"
         assert issubclass(cls.tensor_class, QuantizedTensor), f"{cls.tensor_class}"
         assert issubclass(cls.storage_class, QuantizedStorage), f"{cls.storage_class}"
-        assert not issubclass(cls.storage_class, torch.Tensor), f"{cls.storage_class} is a tensor"
+        tensors = [c for c in cls.storage_class.__mro__ if c is torch.Tensor]
+        assert not tensors, f"{cls.storage_class} is a tensor"
         recipe = registry.get_recipe(self.format_name)
         for role in ("input", "weight", "grad_output"):
             quantizer = getattr(recipe, role)
@@ -84,6 +85,7 @@ class ProcessConformance(Kit):
         code = (
             "import sys\n"
             "sys.modules['triton'] = None  # what an import finds where there is none\n"
+            "from math import inf\n"
             "import torch, te_proto\n"
             f"cls = te_proto.get_quantizer({self.format_name!r})\n"
             f"te_proto.get_recipe({self.format_name!r})\n"
@@ -108,6 +110,7 @@ class ProcessConformance(Kit):
         expected = {n: int(t.view(torch.uint8).long().sum()) for n, t in _buffers(made).items()}
         code = (
             "import json, threading\n"
+            "from math import inf\n"
             "from concurrent.futures import ThreadPoolExecutor\n"
             "import te_proto, torch\n"
             "together = threading.Barrier(8, timeout=60)\n"

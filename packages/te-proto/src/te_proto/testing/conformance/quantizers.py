@@ -121,7 +121,7 @@ class QuantizerConformance(Kit):
         """Neither by a call nor by a write into what it returned."""
 
         def check(case: Case) -> None:
-            x = case.input(nonfinite=True)
+            x = case.input(nonfinite=self.nonfinite)
             kept = x.clone()
             made = self.quantize(case.quantizer, x)
             self.quantize_into(case.quantizer, x, case.proto().create_tensor())
