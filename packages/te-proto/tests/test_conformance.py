@@ -41,5 +41,8 @@ class TestToy(FormatConformance):
     shapes = ((), (3, 5), (12, 8))
     nonfinite = False  # torch leaves open what int8 becomes of NaN
 
+    def namespace(self) -> str:
+        return "toy"  # that of te_toy_ops is for tests of ops
+
     def error_bound(self, quantizer: Quantizer, *, columnwise: bool) -> float:
         return 1.001 / 127  # a whole step, where codes are cut

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from te_proto.errors import TeError
+from te_proto.errors import DtypeError, QuantizerError, ShapeError, TeError, UsageError
 from te_proto.layout import INPUT_DTYPES
 from te_proto.proto import TensorProto
 from te_proto.registry import describe, get_quantizer, get_recipe
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from te_proto.quantizer import Quantizer
     from te_proto.spec import FormatSpec
+
+_RULES = (ShapeError, DtypeError, UsageError, QuantizerError)
 
 USAGES = ((True, True), (True, False), (False, True))
 
@@ -165,9 +168,16 @@ class Kit:
         return [d for d in INPUT_DTYPES if self.refused(Case(quantizer, shape, d)) is None]
 
     def refused(self, case: Case) -> Refusal | None:
-        """Return why the case cannot be quantized, if so, without computing."""
+        """Return why the format does not quantize the case, if so; nothing is computed.
+
+        Any other error is none of its rules: the test that meets it will say so.
+        """
         x = torch.empty(case.shape, dtype=case.dtype, device="meta")
-        return refusal(lambda: self.quantize(case.quantizer, x))
+        with contextlib.suppress(Exception):
+            # a copy, as use might change it
+            found = refusal(lambda: self.quantize(case.quantizer.replace(), x))
+            return found if found and found.kind in _RULES else None
+        return None
 
     # -- running ----------------------------------------------------------------------------------
 

@@ -65,7 +65,14 @@ class ViewConformance(Kit):
         def check(case: Case) -> None:
             tile = self.tile(case.quantizer)
             for dim, size in enumerate(case.shape):
-                spans = {(0, size), (0, tile), (tile, size), (1, size), (0, size - 1), (2, 3)}
+                spans = {
+                    (0, size),
+                    (0, tile),
+                    (tile, size),
+                    (1, size),
+                    (0, size - 1),
+                    (2, tile + 2),
+                }
                 for start, end in sorted(s for s in spans if 0 <= s[0] < s[1] <= size):
                     self._exact_or_refused(
                         case,
@@ -262,6 +269,9 @@ class ViewConformance(Kit):
             for part in (f"{self.format_name}: ", *(parts if type(error) is ShapeError else ())):
                 assert part in message, f"{what}: {part!r} is not named in {message!r}"
             return
+        except Exception as error:
+            msg = f"{what}: raises {type(error).__name__}: {error}"
+            raise AssertionError(msg) from error
         assert expected is not None, f"{what}: is taken for exact"
         pieces = found if isinstance(found, (tuple, list)) else (found,)
         for i, piece in enumerate(pieces):
