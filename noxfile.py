@@ -19,7 +19,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 TORCH = f"torch=={os.environ.get('TE_TORCH', '2.13.0')}"
 TRITON = f"triton=={os.environ.get('TE_TRITON', '3.7.1')}"
 # with "error" on warnings, torch wants numpy
-PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")
+PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.155.2", "numpy==2.2.6")
 HATCHLING = "hatchling==1.33.0"
 TORCHAO = "torchao==0.18.0"  # the peer of the benchmarks
 DEMO = ("matplotlib==3.11.2", "tqdm==4.70.1")
@@ -90,6 +90,17 @@ def tests(session: nox.Session, project: Project | None) -> None:
     # one thread each, see ENV: the second core takes other files
     workers = str(min(os.cpu_count() or 1, 4))
     session.run("pytest", "-n", workers, "--dist", "loadfile", folder, *session.posargs, env=ENV)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Look further than the tests do for what breaks a format; takes an hour, or pass -k."""
+    install(session, TORCH, TRITON, *PYTEST, editable=TESTED)
+    found = [f"{project.path}/tests/test_conformance.py" for project in TESTED]
+    files = [path for path in found if Path(path).exists()]
+    workers = str(min(os.cpu_count() or 1, 4))
+    arguments = ("-n", workers, "--te-profile", "long", *files, *session.posargs)
+    session.run("pytest", *arguments, env=ENV)
 
 
 @nox.session

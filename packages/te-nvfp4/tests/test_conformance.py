@@ -22,7 +22,7 @@ class TestNVFP4(FormatConformance):
         NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE", nvfp4_e4m3_max=256),
     )
     # 6 * 448 / amax, the scale of the whole tensor, stops at the largest float32
-    flushed_below = 6 * 448 / torch.finfo(torch.float32).max
+    smallest_amax = 6 * 448 / torch.finfo(torch.float32).max
     # amax is multiplied by the scale of a block, up to 448, before it is divided by 6 * 448
     finite_up_to = torch.finfo(torch.float32).max / 448
 

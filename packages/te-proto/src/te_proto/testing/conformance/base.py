@@ -71,8 +71,8 @@ class Kit:
         quantizers: from which option sets are varied; those of the default constructor and of the
             default recipe if empty. Name here what the flags cannot reach: numbers and strings.
         shapes: shapes of the format's own, looked at besides the generated ones.
-        flushed_below: values of a tensor whose largest magnitude is below may shrink towards zero:
-            its scale is out of the range of a float32. The format must say so.
+        smallest_amax: a block whose largest magnitude is below may be off by as much as if it were
+            this. The format must say so.
         nonfinite: NaN and infinities have bytes that the format defines; False leaves them out
             where bytes are compared.
         finite_up_to: a larger magnitude may be dequantized to infinity or NaN, as the format says.
@@ -81,7 +81,7 @@ class Kit:
     format_name: ClassVar[str]
     quantizers: ClassVar[Sequence[Quantizer]] = ()
     shapes: ClassVar[Sequence[tuple[int, ...]]] = ()
-    flushed_below: ClassVar[float] = 0.0
+    smallest_amax: ClassVar[float] = 0.0
     nonfinite: ClassVar[bool] = True
     finite_up_to: ClassVar[float] = math.inf
 
