@@ -17,10 +17,16 @@ nox.options.error_on_external_run = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 # each torch that is tried, with the triton it was released with; the first is what CI uses
-MATRIX = {"2.13.0": "3.7.1", "2.11.0": "3.6.0", "2.12.1": "3.7.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
+MATRIX = {
+    "2.13.0": "3.7.1",
+    "2.11.0": "3.6.0",
+    "2.12.1": "3.7.0",
+    "2.14.1": "3.8.0",
+    "2.15.0": "3.9.0",
+}
 TORCH, TRITON = (f"torch=={next(iter(MATRIX))}", f"triton=={next(iter(MATRIX.values()))}")
 # with "error" on warnings, torch wants numpy
-PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "numpy==2.2.6")
+PYTEST = ("pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.155.2", "numpy==2.2.6")
 HATCHLING = "hatchling==1.33.0"
 TORCHAO = "torchao==0.18.0"  # the peer of the benchmarks
 DEMO = ("matplotlib==3.11.2", "tqdm==4.70.1")
@@ -92,10 +98,12 @@ def tests(session: nox.Session, project: Project | None) -> None:
     _pytest(session, folder)
 
 
-def _pytest(session: nox.Session, folder: str) -> None:
+def _pytest(session: nox.Session, *arguments: str) -> None:
     # one thread each, see ENV: the second core takes other files
     workers = str(min(os.cpu_count() or 1, 4))
-    session.run("pytest", "-n", workers, "--dist", "loadfile", folder, *session.posargs, env=ENV)
+    session.run(
+        "pytest", "-n", workers, "--dist", "loadfile", *arguments, *session.posargs, env=ENV
+    )
 
 
 @nox.session
@@ -103,10 +111,19 @@ def _pytest(session: nox.Session, folder: str) -> None:
 def matrix(session: nox.Session, torch: str) -> None:
     """Test every package on another torch: ``nox -s "matrix(2.14.1)"``; pip may take gigabytes."""
     needed = (f"torch=={torch}", f"triton=={MATRIX[torch]}", *PYTEST, HATCHLING, *DEMO, MODELS)
-    install(session, *needed, editable=TESTED)
-    for project in TESTED:
+    install(session, *needed, editable=PACKAGES)
+    for project in PACKAGES:
         _pytest(session, f"{project.path}/tests")
     _pytest(session, "tests-integration")
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Look further than the tests do for what breaks a format; takes an hour, or pass -k."""
+    install(session, TORCH, TRITON, *PYTEST, editable=TESTED)
+    found = [f"{project.path}/tests/test_conformance.py" for project in TESTED]
+    files = [path for path in found if Path(path).exists()]
+    _pytest(session, "--te-profile=long", *files)
 
 
 @nox.session

@@ -13,16 +13,6 @@ HERE = Path(__file__).parent
 pytest.register_assert_rewrite("te_toy")
 sys.path.insert(0, str(HERE))  # te_toy is no distribution: tests and fresh processes import it so
 
-CARD = """\
-from te_proto.spec import PROTOCOL, FormatSpec
-
-FORMAT = FormatSpec(
-    name="toy", distribution="te-toy", protocol=PROTOCOL, summary="int8 with float32 scales",
-    elements=("int8",), scale="float32", block=(1, 4), quantizer="te_toy:ToyQuantizer",
-    tensor="te_toy:ToyTensor", storage="te_toy:ToyStorage", recipe="te_toy:recipe",
-)
-"""
-
 
 @pytest.fixture(autouse=True)
 def fallbacks_refused() -> Iterator[None]:
@@ -36,12 +26,9 @@ def fallbacks_refused() -> Iterator[None]:
 @pytest.fixture
 def fresh(tmp_path: Path) -> Callable[..., str]:
     """Run code in a process of its own, where te-toy is installed, and return what it prints."""
-    site = tmp_path / "site"
-    info = site / "te_toy-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: te-toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[te_proto.formats]\ntoy = te_toy_card:FORMAT\n")
-    (site / "te_toy_card.py").write_text(CARD)
+    from te_toy_site import install
+
+    site = install(tmp_path / "site")
 
     def run(code: str, **environment: str) -> str:
         paths = [str(site), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]

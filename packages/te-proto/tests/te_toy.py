@@ -17,6 +17,7 @@ import torch
 
 from te_proto import BufferSpec, QuantizedStorage, QuantizedTensor, Quantizer, TensorProto
 from te_proto.errors import ShapeError
+from te_proto.recipe import Recipe
 from te_proto.storage import InnerTensor
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ToyStorage(QuantizedStorage):
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor] | None:
         q = self.quantizer
         assert isinstance(q, ToyQuantizer)
-        if _matrix(shape)[1] != _matrix(self.shape)[1] and (
+        if _matrix(shape) != _matrix(self.shape) and (
             q.columnwise or q.optimize_for_gemm or not q.block or not shape or shape[-1] % q.block
         ):
             return None
@@ -172,7 +173,8 @@ class ToyQuantizer(Quantizer):
         scale_inv = amax / MAX
         codes = blocks / scale_inv.masked_fill(scale_inv == 0, 1.0).unsqueeze(-1)
         codes = codes.round() if self.rounding is Rounding.NEAREST else codes.trunc()
-        return codes.to(torch.int8), scale_inv
+        # a subnormal scale may be too small by half
+        return codes.clamp(-MAX, MAX).to(torch.int8), scale_inv
 
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype
@@ -186,6 +188,12 @@ class ToyQuantizer(Quantizer):
         else:
             values = codes.reshape(*_cut(m, self.block), k) * scale_inv.unsqueeze(1)
         return values.reshape(tuple(shape)).to(dtype)
+
+
+def recipe() -> Recipe:
+    """Return the recipe that the card names."""
+    q = ToyQuantizer()
+    return Recipe(name="toy", input=q, weight=q, grad_output=q)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -56,6 +56,11 @@ def test_poisoning_keeps_the_layout(name: str) -> None:
     assert plain.stride() == poisoned.stride()
 
 
+def test_poison_may_be_another_byte() -> None:
+    with poisoned_allocations(0x01):
+        assert set(torch.empty(3, 5).untyped_storage().tolist()) == {0x01}
+
+
 def test_poisoning_ends() -> None:
     with poisoned_allocations():
         block = torch.empty(1 << 16, dtype=torch.uint8)

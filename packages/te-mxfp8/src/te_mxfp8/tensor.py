@@ -46,6 +46,8 @@ class MXFP8Storage(QuantizedStorage):
         Blocks stay whole if K does, or if the new K only holds whole rowwise ones.
         """
         k = self.shape[-1]
+        if 0 in (k, *shape[-1:]) and matrix_shape(shape) != matrix_shape(self.shape):
+            return None  # no elements, but scales of other rows
         same = len(shape) > 0 and shape[-1] == k
         if not same and (
             len(shape) == 0 or self.columnwise_data is not None or self._two_d or shape[-1] % BLOCK
@@ -108,7 +110,8 @@ class MXFP8Storage(QuantizedStorage):
             source = "rowwise" if columnwise else "columnwise"
             data, scale = getattr(self, f"{source}_data"), getattr(self, f"{source}_scale_inv")
             if data is not None:
-                inner[f"{plane}_data"] = data.t().contiguous()
+                # not contiguous(), which keeps the strides of a single row or of none
+                inner[f"{plane}_data"] = data.t().clone(memory_format=torch.contiguous_format)
                 compact = self._compact(scale, columnwise=not columnwise)
                 inner[f"{plane}_scale_inv"] = self._store(compact.t(), columnwise=columnwise)
         return quantizer, inner

@@ -103,7 +103,8 @@ def quantize(
         else:
             # cut first: columns of a size that a graph does not know would guard on it
             outer, (columns, rows) = k, scale_shape(k, m)
-            packed = cut(packed, m // 2, k).t().contiguous()
+            # not contiguous(), which keeps the strides of a single column
+            packed = cut(packed, m // 2, k).t().clone(memory_format=torch.contiguous_format)
             scale = _fit(code, rows, columns).t().contiguous()
         data[f"{plane.name}_data"] = packed
         data[f"{plane.name}_scale_inv"] = swizzle(scale) if q.optimize_for_gemm else scale

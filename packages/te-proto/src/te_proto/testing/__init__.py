@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from te_proto.testing.aot import AotReport, aot_report
     from te_proto.testing.compare import assert_same_bits, assert_same_metadata, hostile
     from te_proto.testing.compiles import CompileCounts, count_compiles
+    from te_proto.testing.conformance import FormatConformance
     from te_proto.testing.golden import GoldenCase, load_golden
     from te_proto.testing.imports import assert_lazy_package
     from te_proto.testing.interpreter import cpu_launches_interpreted
@@ -34,6 +35,7 @@ else:
         {
             "AotReport": "aot",
             "CompileCounts": "compiles",
+            "FormatConformance": "conformance",
             "GoldenCase": "golden",
             "aot_report": "aot",
             "assert_lazy_package": "imports",
@@ -51,6 +53,7 @@ else:
 __all__ = [
     "AotReport",
     "CompileCounts",
+    "FormatConformance",
     "GoldenCase",
     "aot_report",
     "assert_lazy_package",

@@ -46,7 +46,12 @@ def _class_of(tensor: object) -> str:
 
 
 def assert_same_facts(
-    actual: Any, expected: Any, what: str, *, ignore: Collection[str] = ()
+    actual: Any,
+    expected: Any,
+    what: str,
+    *,
+    ignore: Collection[str] = (),
+    view: bool = False,
 ) -> None:
     """Raise AssertionError, naming every fact that differs, unless two tensors have the same.
 
@@ -55,8 +60,13 @@ def assert_same_facts(
         expected: the same.
         what: put in front of the message: mode and case.
         ignore: fields not to compare, such as ``"device"``, of the tensor and of its buffers.
+        view: buffers may begin in the middle of a storage, and strides count where they are used:
+            along axes of two elements or more.
     """
     found, wanted = facts(actual), facts(expected)
+    if view:
+        ignore = {"offset", *ignore}
+        found, wanted = _used_strides(found), _used_strides(wanted)
     wrong = [
         f"{key} is {found.get(key, 'absent')}, expected {wanted.get(key, 'absent')}"
         for key in dict.fromkeys([*wanted, *found])
@@ -65,6 +75,15 @@ def assert_same_facts(
     if wrong:
         msg = f"{what}: {'; '.join(wrong)}"
         raise AssertionError(msg)
+
+
+def _used_strides(known: dict[str, Any]) -> dict[str, Any]:
+    def used(key: str) -> tuple[int, ...]:
+        shape = known[f"{key.removesuffix('stride')}shape"]
+        empty = 0 in shape
+        return tuple(s for s, n in zip(known[key], shape, strict=True) if n > 1 and not empty)
+
+    return {key: used(key) if key.endswith("stride") else v for key, v in known.items()}
 
 
 def buffers(tensor: Any) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ It is not loaded by merely installing te-proto. Out of tree, write
 
 Options:
     --te-device: where the ``device`` fixture puts tensors, ``cpu`` unless told.
+    --te-profile: how far ``FormatConformance`` looks: ``ci``, the same cases each time, or
+        ``long``.
 
 Markers:
     gpu: the test needs CUDA; it is skipped, with the reason torch gives, where there is none.
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from te_proto.testing import _profile
 from te_proto.testing.compiles import CompileCounts, count_compiles
 
 if TYPE_CHECKING:
@@ -30,15 +33,22 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--te-device``."""
+    """Add ``--te-device`` and ``--te-profile``."""
     group = parser.getgroup("te-proto")
     group.addoption(
         "--te-device", default="cpu", help="device of the `device` fixture (default: cpu)"
     )
+    group.addoption(
+        "--te-profile",
+        default="ci",
+        choices=sorted(_profile.PROFILES),
+        help="how far the conformance kit looks (default: ci)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker and check the device."""
+    """Register the marker, choose the profile and check the device."""
+    _profile.use(_profile.PROFILES[config.getoption("--te-profile")])
     config.addinivalue_line("markers", "gpu: needs CUDA; skipped where there is none")
     device = str(config.getoption("--te-device"))
     if device.startswith("cuda") and (reason := cuda_absent()):
