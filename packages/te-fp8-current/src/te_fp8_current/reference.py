@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from te_fp8_current.layout import matrix_shape, transpose_shape
-from te_proto.numerics import decode, element_format, encode
+from te_proto.numerics import decode, element_format, encode, round_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ def dequantize(codes: Tensor, scale_inv: Tensor, *, dtype: str, out_dtype: torch
     """
     scale_inv = scale_inv.reshape(())  # [1] would make a 0-d tensor 1-d
     if not _is_long(codes):
-        return (decode(codes, dtype) * scale_inv).to(out_dtype)
+        return round_to(decode(codes, dtype) * scale_inv, out_dtype)
     # there are 256 values; to look them up is 4 times as fast as to convert each code
     every = torch.arange(256, dtype=torch.uint8, device=codes.device)
     values = (decode(every, dtype) * scale_inv).to(out_dtype)

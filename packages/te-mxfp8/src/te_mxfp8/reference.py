@@ -23,6 +23,7 @@ from te_proto.numerics import (
     e8m0_reciprocal,
     encode,
     materialize,
+    round_to,
     swizzle,
     unswizzle,
     whole_tiles,
@@ -126,7 +127,7 @@ def dequantize(
     else:
         blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
         values = decode(blocks, dtype) * scale.unsqueeze(2)
-    values = values.to(out_dtype).reshape(rows, columns)
+    values = round_to(values.reshape(rows, columns), out_dtype)
     return cut(values, m, k).reshape(data.shape)
 
 

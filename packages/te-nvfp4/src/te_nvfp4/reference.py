@@ -39,6 +39,7 @@ from te_proto.numerics import (
     decode_e4m3,
     encode_e2m1,
     materialize,
+    round_to,
     swizzle,
     unswizzle,
     whole_tiles,
@@ -159,12 +160,12 @@ def dequantize(
     def values(first: int, packed: Tensor, factor: Tensor) -> tuple[Tensor]:
         if not columnwise:
             blocks = decode_rows(packed).unflatten(1, (-1, BLOCK))
-            return ((blocks * factor.unsqueeze(2)).to(out_dtype).flatten(1),)
+            return (round_to((blocks * factor.unsqueeze(2)).flatten(1), out_dtype),)
         columns = decode_columns(packed.flatten(0, 1)).unflatten(0, (-1, BLOCK))
         columns = columns * factor.unsqueeze(1)
         if q.with_rht:
             columns = hadamard.inverse(columns, signs=q.with_random_sign_mask)
-        return (columns.to(out_dtype).flatten(0, 1),)
+        return (round_to(columns.flatten(0, 1), out_dtype),)
 
     (made,) = in_slabs(values, packed, factor)
     return cut(made, m, k).view(shape)

@@ -31,7 +31,14 @@ from te_proto.numerics.formats import (
     element_format,
 )
 from te_proto.numerics.scales import decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode_e8m0
-from te_proto.numerics.tiles import cut, materialize, swizzle, unswizzle, whole_tiles
+from te_proto.numerics.tiles import (
+    cut,
+    materialize,
+    round_to,
+    swizzle,
+    unswizzle,
+    whole_tiles,
+)
 
 __all__ = [
     "E2M1",
@@ -58,6 +65,7 @@ __all__ = [
     "encode_e8m0",
     "materialize",
     "pack_e2m1",
+    "round_to",
     "swizzle",
     "unpack_e2m1",
     "unswizzle",
