@@ -12,7 +12,6 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from te_proto.blocks import TILE_INNER, TILE_OUTER, round_up
-from te_proto.numerics.elements import on_avx512
 
 
 def swizzle(scale: Tensor, *, columnwise: bool = False) -> Tensor:
@@ -74,31 +73,3 @@ def cut(tiles: Tensor, m: int, k: int) -> Tensor:
     piece = tiles[:m, :k].clone(memory_format=torch.contiguous_format)
     # Inductor removes a clone of whole rows, and returns the padded memory; x | 0 it computes
     return piece.bitwise_or(0) if piece.dtype == torch.uint8 else piece
-
-
-def materialize(x: Tensor) -> Tensor:
-    """Return ``x``; a compiled graph computes it once and stores it, however often it is read.
-
-    Inductor recomputes a pointwise value at each use, such as a scale at each element of its block,
-    and computes all that led to it in the loop of what reads it. What is seen through a wider type
-    it stores; that alone it would take out again.
-
-    Args:
-        x: any strides, with a last axis of a multiple of 8 bytes.
-    """
-    if not is_compiling():
-        return x
-    return x.contiguous().view(torch.int64).bitwise_or(0).view(x.dtype)
-
-
-def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 ``values`` in ``dtype``.
-
-    A loop that makes 16-bit numbers Inductor cuts into pairs of float32 vectors, and what it does
-    to pairs of AVX-512 vectors takes 3 to 7 times as long. Values seen through strides are a loop
-    of their own, in single vectors, and the rounding joins that loop.
-    """
-    if values.dtype != dtype and is_compiling() and on_avx512(values):
-        values = values.contiguous()
-        values = values.as_strided(values.shape, values.stride())
-    return values.to(dtype)
