@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_nvfp4 import NVFP4Quantizer, layout, slabs
-from te_proto.numerics import swizzle, unpack_e2m1, unswizzle
+from te_nvfp4 import NVFP4Quantizer, layout
+from te_proto.numerics import slabs, swizzle, unpack_e2m1, unswizzle
 from te_proto.testing import assert_same_bits, count_compiles, hostile
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_proto import numerics
 from te_proto.errors import DtypeError, QuantizerError, ShapeError
+from te_proto.numerics import elements, loops
 from te_proto.testing import assert_same_bits, count_compiles, load_golden
 
 if TYPE_CHECKING:
@@ -120,6 +121,14 @@ def test_every_code_decodes_to_the_written_table(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_many_codes_decode_like_few(name: str) -> None:
+    codes = ALL_CODES.flip(0).repeat(3).view(6, 128)
+    few = torch.stack([DECODE[name](row) for row in codes]).nan_to_num(nan=1.0)
+    assert_same_bits(DECODE[name](codes).nan_to_num(nan=1.0), few)
+    assert_same_bits(DECODE[name](codes.t()).nan_to_num(nan=1.0), few.t())
+
+
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
@@ -156,6 +165,17 @@ def test_encoders_round_every_16_bit_pattern_to_nearest_even(name: str, dtype: t
 def test_encoders_round_float32_patterns_to_nearest_even(name: str) -> None:
     x = torch.cat([float32_patterns(2**20), midpoints(name)])
     assert_same_bits(ENCODE[name](x), oracle(x, name))
+
+
+@pytest.mark.parametrize("fmt", [numerics.E4M3, numerics.E5M2], ids=lambda fmt: fmt.name)
+def test_both_forms_give_the_same_bits(fmt: ElementFormat) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x = every(dtype).float()
+        assert_same_bits(elements._encode_by_bits(x, fmt), elements._encode_by_cast(x, fmt))
+    x = torch.cat([float32_patterns(2**22), midpoints(fmt.name)])
+    assert_same_bits(elements._encode_by_bits(x, fmt), elements._encode_by_cast(x, fmt))
+    by_bits, known = elements._decode_by_bits(ALL_CODES, fmt), DECODE[fmt.name](ALL_CODES)
+    assert_same_bits(by_bits.nan_to_num(nan=1.0), known.nan_to_num(nan=1.0))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +337,14 @@ def test_encoding_leaves_its_input_and_its_graph_alone() -> None:
     assert_same_bits(x.detach(), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(params=[False, True], ids=["by-bits", "by-cast"])
+def either_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of a graph to encode and decode, whatever this machine would choose."""
+    monkeypatch.setattr(loops, "_AVX512", request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("either_form")
 def test_compiled_encoders_give_the_eager_bits_in_one_graph(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         x = torch.cat([float32_patterns(2**20), *map(midpoints, ENCODE)])
@@ -333,6 +360,7 @@ def test_compiled_encoders_give_the_eager_bits_in_one_graph(dtype: torch.dtype) 
     assert (counts.graphs, counts.recompiles) == (1, 0)
 
 
+@pytest.mark.usefixtures("either_form")
 def test_compiled_decoders_give_the_eager_bits_in_one_graph() -> None:
     with count_compiles() as counts:
         compiled = torch.compile(all_decoders, fullgraph=True, dynamic=True)

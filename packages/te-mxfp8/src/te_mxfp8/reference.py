@@ -22,7 +22,10 @@ from te_proto.numerics import (
     e8m0_from_amax,
     e8m0_reciprocal,
     encode,
+    in_slabs,
+    magnitudes,
     materialize,
+    round_to,
     swizzle,
     unswizzle,
     whole_tiles,
@@ -120,14 +123,15 @@ def dequantize(
     tiles = whole_tiles(data.reshape(m, k))
     rows, columns = tiles.shape
     scale = decode_e8m0(unswizzle(scale_inv, columnwise=columnwise) if swizzled else scale_inv)
-    if columnwise:
-        blocks = tiles.reshape(rows // BLOCK, BLOCK, columns)
-        values = decode(blocks, dtype) * scale.unsqueeze(1)
-    else:
-        blocks = tiles.reshape(rows, columns // BLOCK, BLOCK)
-        values = decode(blocks, dtype) * scale.unsqueeze(2)
-    values = values.to(out_dtype).reshape(rows, columns)
-    return cut(values, m, k).reshape(data.shape)
+    axis = 1 if columnwise else 2
+    shape = (rows // BLOCK, BLOCK, columns) if columnwise else (rows, columns // BLOCK, BLOCK)
+
+    def values(_: int, codes: Tensor, scale: Tensor) -> tuple[Tensor]:
+        exact = decode(codes, dtype) * scale.unsqueeze(axis)
+        return (round_to(exact, out_dtype),)
+
+    (made,) = in_slabs(values, tiles.reshape(shape), scale)
+    return cut(made.reshape(rows, columns), m, k).reshape(data.shape)
 
 
 def compact_scale(scale_inv: Tensor, m: int, k: int, *, columnwise: bool, swizzled: bool) -> Tensor:
@@ -147,10 +151,16 @@ def store_scale(scale: Tensor, *, columnwise: bool, swizzled: bool) -> Tensor:
 
 def _quantize_blocks(blocks: Tensor, axes: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:
     """Return codes of the shape of ``blocks``, and one scale byte for its ``axes`` together."""
-    # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
-    magnitudes = blocks.abs().masked_fill_(blocks != blocks, 0.0)
-    scale = e8m0_from_amax(magnitudes.amax(axes).float(), dtype)
-    inverse = materialize(e8m0_reciprocal(scale))
-    for axis in axes:
-        inverse = inverse.unsqueeze(axis)
-    return encode(blocks * inverse, dtype), scale
+
+    def maxima(_: int, part: Tensor) -> tuple[Tensor]:
+        return (magnitudes(part).amax(axes).float(),)
+
+    def codes(_: int, part: Tensor, inverse: Tensor) -> tuple[Tensor]:
+        for axis in axes:
+            inverse = inverse.unsqueeze(axis)
+        return (encode(part * inverse, dtype),)
+
+    (amax,) = in_slabs(maxima, blocks)
+    scale = e8m0_from_amax(amax, dtype)
+    (made,) = in_slabs(codes, blocks, materialize(e8m0_reciprocal(scale)))
+    return made, scale

@@ -31,14 +31,16 @@ from te_nvfp4.rounding import (
     pack_rows,
 )
 from te_nvfp4.scales import block_scales, fill, tensor_scales
-from te_nvfp4.slabs import in_slabs
 from te_proto.blocks import matrix_shape
 from te_proto.numerics import (
     E2M1_MAX,
     cut,
     decode_e4m3,
     encode_e2m1,
+    in_slabs,
+    magnitudes,
     materialize,
+    round_to,
     swizzle,
     unswizzle,
     whole_tiles,
@@ -160,12 +162,12 @@ def dequantize(
     def values(first: int, packed: Tensor, factor: Tensor) -> tuple[Tensor]:
         if not columnwise:
             blocks = decode_rows(packed).unflatten(1, (-1, BLOCK))
-            return ((blocks * factor.unsqueeze(2)).to(out_dtype).flatten(1),)
+            return (round_to((blocks * factor.unsqueeze(2)).flatten(1), out_dtype),)
         columns = decode_columns(packed.flatten(0, 1)).unflatten(0, (-1, BLOCK))
         columns = columns * factor.unsqueeze(1)
         if q.with_rht:
             columns = hadamard.inverse(columns, signs=q.with_random_sign_mask)
-        return (columns.to(out_dtype).flatten(0, 1),)
+        return (round_to(columns.flatten(0, 1), out_dtype),)
 
     (made,) = in_slabs(values, packed, factor)
     return cut(made, m, k).view(shape)
@@ -205,8 +207,7 @@ def _planes(tiles: Tensor, q: NVFP4Quantizer) -> list[_Plane]:
 
 def _block_amax(values: Tensor, axis: int, q: NVFP4Quantizer) -> Tensor:
     def largest(first: int, x: Tensor) -> tuple[Tensor]:
-        # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
-        return (x.abs().masked_fill_(x != x, 0.0).amax(axis).float(),)
+        return (magnitudes(x).amax(axis).float(),)
 
     (amax,) = in_slabs(largest, values)
     if not q.with_2d_quantization:
@@ -272,5 +273,7 @@ def _encode(
         return code, pack_columns(elements.flatten(0, 1))
 
     lines = (amax,) if q.row_scaled_nvfp4 and axis == 2 else ()
-    code, packed = in_slabs(encode, plane.values, plane.block_amax, *lines)
+    # the rows of a 16x16 block stay together
+    rows = BLOCK if axis == 2 else 1
+    code, packed = in_slabs(encode, plane.values, plane.block_amax, *lines, multiple=rows)
     return code, packed

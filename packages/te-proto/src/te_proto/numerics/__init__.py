@@ -17,6 +17,7 @@ from te_proto.numerics.elements import (
     encode_e2m1,
     encode_e4m3,
     encode_e5m2,
+    magnitudes,
     pack_e2m1,
     unpack_e2m1,
 )
@@ -30,8 +31,15 @@ from te_proto.numerics.formats import (
     ElementFormat,
     element_format,
 )
+from te_proto.numerics.loops import materialize, round_to
 from te_proto.numerics.scales import decode_e8m0, e8m0_from_amax, e8m0_reciprocal, encode_e8m0
-from te_proto.numerics.tiles import cut, materialize, swizzle, unswizzle, whole_tiles
+from te_proto.numerics.slabs import in_slabs, is_plain_cpu
+from te_proto.numerics.tiles import (
+    cut,
+    swizzle,
+    unswizzle,
+    whole_tiles,
+)
 
 __all__ = [
     "E2M1",
@@ -56,8 +64,12 @@ __all__ = [
     "encode_e4m3",
     "encode_e5m2",
     "encode_e8m0",
+    "in_slabs",
+    "is_plain_cpu",
+    "magnitudes",
     "materialize",
     "pack_e2m1",
+    "round_to",
     "swizzle",
     "unpack_e2m1",
     "unswizzle",

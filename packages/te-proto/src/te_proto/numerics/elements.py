@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """E4M3, E5M2 and E2M1 codes of float32 values, and back.
 
-Two formulations give the same bits. A compiled graph gets integers: Inductor turns the native
-float8 cast into a scalar loop or, on sm_80, refuses it. Eager code gets the native cast, since
-every integer step would be a pass over memory. The choice is made when the graph is traced.
+Two formulations give the same bits. Eager code gets torch's own float8 cast, since every integer
+step would be a pass over memory. A compiled graph gets integers, for Inductor makes a scalar loop
+of the cast or, on sm_80, refuses it; but on a CPU with AVX-512, where it has vector code for it,
+the cast. The choice is made when the graph is traced.
 No uint8 is compared in order: Inductor's AVX2 code of torch 2.13 gets ``uint8 > scalar`` wrong.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from te_proto.errors import DtypeError, QuantizerError, ShapeError
 from te_proto.numerics.formats import E2M1, E4M3, E5M2, ElementFormat
+from te_proto.numerics.loops import on_avx512, single_vectors
+from te_proto.numerics.slabs import is_plain_cpu
 
 _FLOAT32_MANTISSA = 23
 _FLOAT32_BIAS = 127
 _FLOAT32_INF = 0x7F800000
+_TABLE = 256
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
@@ -87,7 +94,7 @@ def e2m1_with_sign(code: Tensor, x: Tensor) -> Tensor:
         code: float32, 0.0 to 7.0; it is written.
         x: float32 of the same shape.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # Inductor takes a sign apart by bits
         negative = (x < 0.0) | (x.reciprocal() < 0.0)  # the second for -0.0
         code = torch.where(negative, code + 8.0, code)
@@ -178,6 +185,19 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
+def magnitudes(x: Tensor) -> Tensor:
+    """Return ``|x|`` with NaN as 0, for a maximum; in float32, or in a graph in ``x``'s own dtype.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape and strides.
+    """
+    if is_compiling():
+        # exact in 16 bits too, at half the bytes; a vector of 16-bit numbers is compared quickly
+        return x.abs().masked_fill_(x != x, 0.0)
+    # eager code compares, and takes maxima of 16-bit numbers, ten times as slowly
+    return x.abs().float().nan_to_num_(nan=0.0, posinf=math.inf)
+
+
 def as_float32(x: Tensor, format_name: str) -> Tensor:
     """Return ``x`` in float32, exactly and without gradient, or raise DtypeError."""
     if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -207,12 +227,29 @@ def _eight_bit_format(name: str) -> ElementFormat:
 
 def _encode(x: Tensor, fmt: ElementFormat) -> Tensor:
     x = as_float32(x, fmt.name)
-    if fmt.torch_dtype is not None and not torch.compiler.is_compiling():
-        # The cast alone is not enough: up to torch 2.11 E4M3 does not saturate, E5M2 never does,
-        # and it keeps the sign of a NaN, which nan_to_num replaces by the positive one.
-        clamped = x.clamp(-fmt.max, fmt.max).nan_to_num_(nan=float("nan"))
-        return clamped.to(getattr(torch, fmt.torch_dtype)).view(torch.uint8)
-    return _encode_by_bits(x, fmt)
+    return _encode_by_cast(x, fmt) if _casts(x) else _encode_by_bits(x, fmt)
+
+
+def _casts(x: Tensor) -> bool:
+    """Whether torch's float8 casts are the quickest way for ``x``."""
+    return not is_compiling() or on_avx512(x)
+
+
+def _torch_dtype(fmt: ElementFormat) -> torch.dtype:
+    assert fmt.torch_dtype is not None
+    dtype: torch.dtype = getattr(torch, fmt.torch_dtype)
+    return dtype
+
+
+def _encode_by_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
+    # The cast alone is not enough: up to torch 2.11 E4M3 does not saturate, E5M2 never does, and it
+    # keeps the sign of a NaN. The two ways to drop that sign differ in speed, by 2 and 3 times.
+    clamped = x.clamp(-fmt.max, fmt.max)
+    if is_compiling():
+        clamped = torch.where(x == x, clamped, math.nan)
+    else:
+        clamped = clamped.nan_to_num_(nan=math.nan)
+    return single_vectors(clamped.to(_torch_dtype(fmt))).view(torch.uint8)
 
 
 def _encode_by_bits(x: Tensor, fmt: ElementFormat) -> Tensor:
@@ -223,24 +260,28 @@ def _encode_by_bits(x: Tensor, fmt: ElementFormat) -> Tensor:
     magnitude = bits & 0x7FFFFFFF
 
     # Normal range: half an ulp less one, plus one where the code would be odd, rounds ties to
-    # even, and a carry out of the mantissa raises the exponent. In place for eager E2M1.
-    normal = (magnitude >> shift).bitwise_and_(1).add_(magnitude)
-    normal = normal.add_((1 << (shift - 1)) - 1 - rebias).bitwise_right_shift_(shift)
+    # even, and a carry out of the mantissa raises the exponent.
+    odd = (magnitude >> shift) & 1
+    normal = (magnitude + odd + ((1 << (shift - 1)) - 1 - rebias)) >> shift
 
     # Below it codes count the smallest subnormal, and the product with a power of two is exact.
     # Float32 subnormals, flushed or not, give 0.
     absolute = clamped.abs()
     subnormal = torch.round(absolute * (1.0 / fmt.min_subnormal)).to(torch.int32)
 
-    sign = (bits >> (31 - fmt.sign_bit)).bitwise_and_(1 << fmt.sign_bit)
-    code = torch.where(absolute < fmt.min_normal, subnormal, normal).bitwise_or_(sign)
+    sign = (bits >> (31 - fmt.sign_bit)) & (1 << fmt.sign_bit)
+    code = torch.where(absolute < fmt.min_normal, subnormal, normal) | sign
     return torch.where(x == x, code, fmt.nan_code).to(torch.uint8)
 
 
 def _decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
     check_codes(codes, fmt.name)
-    if fmt.torch_dtype is not None and not torch.compiler.is_compiling():
-        return codes.view(getattr(torch, fmt.torch_dtype)).float()
+    if is_plain_cpu(codes) and codes.numel() > _TABLE:
+        every = torch.arange(_TABLE, dtype=torch.uint8)
+        values = every.view(_torch_dtype(fmt)).float()
+        return values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    if _casts(codes):
+        return codes.view(_torch_dtype(fmt)).float()
     return _decode_by_bits(codes, fmt)
 
 

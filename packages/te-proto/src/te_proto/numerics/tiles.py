@@ -73,20 +73,3 @@ def cut(tiles: Tensor, m: int, k: int) -> Tensor:
     piece = tiles[:m, :k].clone(memory_format=torch.contiguous_format)
     # Inductor removes a clone of whole rows, and returns the padded memory; x | 0 it computes
     return piece.bitwise_or(0) if piece.dtype == torch.uint8 else piece
-
-
-def materialize(x: Tensor) -> Tensor:
-    """Return ``x``; a compiled graph computes it once and stores it, however often it is read.
-
-    Inductor recomputes a pointwise value at each use, such as a scale at each element of its block,
-    and computes all that led to it in the loop of what reads it. What is seen through a type of
-    another width it stores; that alone it would take out again.
-
-    Args:
-        x: any strides, at least one axis; of one-byte elements the last has a multiple of 8.
-    """
-    if not is_compiling() or 0 in x.shape:
-        return x
-    # bytes suit every last axis, such as that of one scale a row, and guard on none
-    other = torch.int64 if x.element_size() == 1 else torch.uint8
-    return x.contiguous().view(other).bitwise_or(0).view(x.dtype)
