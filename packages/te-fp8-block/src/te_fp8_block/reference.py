@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from te_fp8_block.layout import BLOCK, SCALE_MULTIPLE, matrix_shape, transposed
 from te_proto.blocks import round_up
-from te_proto.numerics import decode, element_format, encode, materialize
+from te_proto.numerics import decode, element_format, encode, magnitudes, materialize
 
 _SIGN_AND_EXPONENT = -0x800000
 """These bits of a float32, as an int32."""
@@ -185,14 +185,9 @@ def _quantize_matrix(
     matrix: Tensor, block: tuple[int, int], dtype: str, pow_2: bool, amax_epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """Return codes of the shape of ``matrix`` and ``scale_inv`` of its blocks."""
-    # a maximum of magnitudes is exact in the input's own dtype, at half the bytes of float32
-    if is_compiling():
-        magnitudes = torch.where(matrix == matrix, matrix.abs(), 0.0)
-    else:
-        magnitudes = matrix.abs().nan_to_num_(nan=0.0, posinf=math.inf)
     scale = materialize(
         block_scale(
-            _whole_blocks(magnitudes, block).amax((1, 3)).float(),
+            _whole_blocks(magnitudes(matrix), block).amax((1, 3)).float(),
             dtype=dtype,
             largest=torch.finfo(matrix.dtype).max,
             pow_2=pow_2,
