@@ -79,9 +79,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of all packages (mypy, strict)."""
+    """Check the types of all packages and of the benchmarks (mypy, strict)."""
     install(session, "mypy==2.4.1", TORCH, *PYTEST)
-    session.run("mypy", *(f"{project.path}/src" for project in TESTED), env=ENV)
+    session.run("mypy", *(f"{project.path}/src" for project in TESTED), "benchmarks", env=ENV)
 
 
 @nox.session

@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # a peer that fails is one line of the table; its log and warnings would be pages
     logging.disable()
     warnings.simplefilter("ignore")
+    # the key of a graph on disk is not the code of a plugin that made it: it may be of an older one
+    torch.compiler.config.force_disable_caches = True
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     effort = Effort(rounds=3, sample=0.002) if options.quick else Effort()

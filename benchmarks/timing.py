@@ -24,6 +24,8 @@ HEAP = {
 """Tells glibc to keep freed memory. Otherwise each large result is fresh memory, and faulting its
 pages in takes longer than what is to be measured."""
 
+_COPY = ""
+
 
 def keep_heap() -> None:
     """Start this program anew with :data:`HEAP` in its environment, if it is not there."""
@@ -39,7 +41,7 @@ class Effort:
         rounds: undisturbed rounds that a median is taken of.
         attempts: rounds at most, as a multiple of ``rounds``.
         sample: seconds; a call that is shorter is repeated until this has passed.
-        busy: a copy that takes this many times the quickest one shows a busy machine.
+        busy: a copy or a call that takes this many times the quickest one shows a busy machine.
         look: seconds to look for the quickest copy.
         pause: seconds to wait after a disturbed round.
         patience: seconds after which no rounds are made but the first ``rounds``.
@@ -78,6 +80,14 @@ class _Round:
     seconds: dict[str, float]
     copies: list[float]
 
+    def quickest(self, name: str) -> float:
+        return min(self.copies) if name == _COPY else self.seconds[name]
+
+    def slowness(self, best: Mapping[str, float]) -> float:
+        """Return how many times its best the slowest copy or action of this round took."""
+        actions = (seconds / best[name] for name, seconds in self.seconds.items())
+        return max(max(self.copies) / best[_COPY], *actions)
+
 
 class Stopwatch:
     """Times actions in rounds; remembers how quick a copy of a size can be on this machine."""
@@ -96,8 +106,9 @@ class Stopwatch:
     def time(self, actions: Mapping[str, Action], copy: Action, nbytes: int) -> Timing:
         """Time ``actions`` in turn, with a copy before each and after the last.
 
-        A round counts if none of its copies was slow. The order rotates, so that what an action
-        leaves in the caches serves each of the others.
+        A round counts if none of its copies was slow, and no action either: who shares a core
+        slows arithmetic down and a copy hardly. The order rotates, so that what an action leaves in
+        the caches serves each of the others.
 
         Args:
             actions: what to call; a result is freed before the next call.
@@ -105,12 +116,12 @@ class Stopwatch:
             nbytes: of the copy; quickest copies are remembered by it.
         """
         effort = self._effort
-        loops = {
-            name: self._calibrate(action, 10 * effort.sample, 20)[0]
-            for name, action in actions.items()
-        }
+        loops: dict[str, int] = {}
+        best: dict[str, float] = {}  # the quickest call of each action, and a copy
+        for name, action in actions.items():
+            loops[name], best[name] = self._calibrate(action, 10 * effort.sample, 20)
         copies, quickest = self._calibrate(copy, effort.look, 200)
-        quickest = min(quickest, self._quickest.get(nbytes, quickest))
+        best[_COPY] = min(quickest, self._quickest.get(nbytes, quickest))
         rounds: list[_Round] = []
         names = list(actions)
         started = self._clock()
@@ -125,13 +136,12 @@ class Stopwatch:
                     done.seconds[name] = self._sample(actions[name], loops[name])
                     done.copies.append(self._sample(copy, copies))
                 rounds.append(done)
-                quickest = min(quickest, *done.copies)
-                self._quickest[nbytes] = quickest
-                limit = effort.busy * quickest
-                quiet = [r for r in rounds if max(r.copies) <= limit]
+                best = {name: min(seconds, done.quickest(name)) for name, seconds in best.items()}
+                self._quickest[nbytes] = best[_COPY]
+                quiet = [r for r in rounds if r.slowness(best) <= effort.busy]
                 if len(quiet) >= effort.rounds or self._gives_up(len(rounds), started):
-                    return self._summary(rounds, quiet)
-                if max(done.copies) > limit:
+                    return self._summary(rounds, quiet, best)
+                if done.slowness(best) > effort.busy:
                     self._sleep(effort.pause)
         finally:
             gc.enable()
@@ -141,11 +151,13 @@ class Stopwatch:
         late = self._clock() - started > effort.patience
         return rounds >= effort.rounds * (1 if late else effort.attempts)
 
-    def _summary(self, rounds: list[_Round], quiet: list[_Round]) -> Timing:
+    def _summary(
+        self, rounds: list[_Round], quiet: list[_Round], best: Mapping[str, float]
+    ) -> Timing:
         disturbed = len(quiet) < self._effort.rounds
         used = quiet
         if disturbed:
-            used = sorted(rounds, key=lambda r: max(r.copies))[: self._effort.rounds]
+            used = sorted(rounds, key=lambda r: r.slowness(best))[: self._effort.rounds]
         return Timing(
             seconds={n: statistics.median(r.seconds[n] for r in used) for n in used[0].seconds},
             copy=statistics.median(c for r in used for c in r.copies),

@@ -290,11 +290,24 @@ def test_rounds_beside_a_slow_copy_do_not_count() -> None:
     # the copies of rounds 0 and 2, two a round, are slow; so is what runs beside them
     slow = {CALIBRATION + i for i in (1, 4)}
     copy = clock.action("copy", lambda n: 2.0 if n in slow else 1.0)
-    ours = clock.action("ours", lambda n: 90.0 if n in {CALIBRATION, CALIBRATION + 2} else 5.0 + n)
+    ours = clock.action(
+        "ours", lambda n: 90.0 if n in {CALIBRATION, CALIBRATION + 2} else 5.0 + n / 8
+    )
     timing = Stopwatch(QUICK, clock, clock.sleep).time({"ours": ours}, copy, 8)
-    assert timing.seconds == {"ours": 5.0 + CALIBRATION + 3}
+    assert timing.seconds == {"ours": 5.0 + (CALIBRATION + 3) / 8}
     assert (timing.copy, timing.rounds, timing.discarded, timing.disturbed) == (1.0, 3, 2, False)
     assert clock.slept == pytest.approx(2 * QUICK.pause)
+
+
+def test_a_round_with_a_slow_call_does_not_count_for_anybody() -> None:
+    clock = Clock()
+    a = clock.action("a", lambda n: 5.0 if n == CALIBRATION + 1 else 2.0)
+    b = clock.action("b", lambda n: 9.0 if n == CALIBRATION + 1 else 4.0 + n / 100)
+    timing = Stopwatch(QUICK, clock, clock.sleep).time(
+        {"a": a, "b": b}, clock.action("copy", lambda n: 1.0), 8
+    )
+    assert timing.seconds == {"a": 2.0, "b": pytest.approx(4.05)}  # of rounds 0, 2 and 3
+    assert (timing.rounds, timing.discarded, timing.disturbed) == (3, 1, False)
 
 
 def test_a_quicker_copy_later_discards_rounds_made_before_it() -> None:

@@ -164,8 +164,9 @@ class MXFP8Storage(QuantizedStorage):
                 continue
             out[f"{plane}_data"] = (data, dim, BLOCK)
             compact = self._compact(scale, columnwise=columnwise)
+            rows, columns = compact.shape
             compact = (
-                compact.reshape(outer, -1, compact.shape[-1]) if outer else compact.unsqueeze(0)
+                compact.reshape(outer, rows // outer, columns) if outer else compact.unsqueeze(0)
             )
             along_blocks = last != columnwise
             unit = 1 if along_blocks else BLOCK

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from te_proto.tensor import fallback
 from te_proto.testing.conformance.base import Case, Kit
 from te_proto.testing.conformance.draws import cases
 from te_proto.testing.facts import assert_same_bytes, assert_same_facts, copied
@@ -82,6 +83,26 @@ class InputConformance(Kit):
             assert_same_bytes(again.dequantize(), plain, f"{case}: dequantized again")
 
         self.explore(check, cases(self), self.fixed())
+
+    def test_inference_mode_gives_the_same_bytes(self) -> None:
+        """Made, transposed and read there, and read outside: pytorch/ao#3488."""
+
+        def check(case: Case) -> None:
+            x = case.input()
+            expected = self.quantize(case.quantizer, x)
+            with torch.inference_mode():
+                made = self.quantize(case.quantizer, x)
+                inside = made.dequantize()
+                if not case.quantizer.internal:
+                    with fallback("allow"):
+                        turned = made.t()
+                    shape = tuple(turned.shape)
+                    assert shape == case.shape[::-1], f"{case}: t() in inference mode: {shape}"
+            assert_same_bytes(made, expected, f"{case}: made in inference mode")
+            assert_same_bytes(inside, expected.dequantize(), f"{case}: read in inference mode")
+            assert_same_bytes(made.dequantize(), inside, f"{case}: read after inference mode")
+
+        self.explore(check, None, self.fixed())
 
     def test_quantized_input_is_taken_for_its_values(self) -> None:
         """What stands for the same values is quantized to the same bytes."""

@@ -117,6 +117,9 @@ class PrototypeConformance(Kit):
                 held = {n: s.nbytes() for n, s in storages.items()}
                 assert proto.buffer_nbytes() == held, f"{case}: bytes of buffers of {how}"
                 assert made.nbytes == proto.nbytes == sum(held.values()), f"{case}: {how}"
+                if not case.quantizer.internal:
+                    said = made.untyped_storage().nbytes()
+                    assert said in (0, proto.nbytes), f"{case}: {how} says its storage has {said}"
                 places = [s.data_ptr() for s in storages.values() if s.nbytes()]
                 assert len(set(places)) == len(places), f"{case}: buffers of {how} share memory"
 
