@@ -1,67 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``linear()`` and the module ``Linear``, for any installed format."""
+"""The module ``Linear``, for any installed format."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import te_proto
-from te_linear.execute import execute_backward, execute_forward
-from te_linear.plan import LinearConfig, LinearPlan, plan_linear
+from te_linear.config import LinearConfig
+from te_linear.functional import linear
+from te_linear.plan import LinearPlan, plan_linear
 from te_proto.proto import TensorProto, to_tensor_proto
-from te_proto.storage import prepare_for_saving, restore_from_saved
 
 if TYPE_CHECKING:
     from te_proto.recipe import Recipe
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan
-    ) -> Tensor:
-        y, saved = execute_forward(plan, x, weight, bias)
-        flat, ctx.objects = prepare_for_saving(*saved)
-        ctx.save_for_backward(*flat)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = restore_from_saved(ctx.objects, ctx.saved_tensors)
-        return (*execute_backward(ctx.plan, saved, grad_output), None)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: LinearConfig
-) -> Tensor:
-    """Return ``x @ weight.T + bias`` computed from quantized operands, also in backward.
-
-    Args:
-        x: ``[..., K]`` float32, bfloat16 or float16, or a quantized tensor.
-        weight: ``[N, K]``, likewise.
-        bias: ``[N]`` or None; added in float32.
-        config: the quantizer of each role.
-
-    Returns:
-        ``[..., N]`` of ``x``'s dtype; products are summed in float32.
-
-    Raises:
-        ShapeError: shapes do not fit together, or a format cannot hold an operand of forward or
-            backward; nothing was computed.
-    """
-    plan = plan_linear(
-        to_tensor_proto(x),
-        to_tensor_proto(weight),
-        None if bias is None else to_tensor_proto(bias),
-        config,
-        grad_enabled=torch.is_grad_enabled(),
-    )
-    out: Tensor = _Linear.apply(x, weight, bias, plan)
-    return out
 
 
 class Linear(nn.Linear):
