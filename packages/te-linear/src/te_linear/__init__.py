@@ -14,7 +14,7 @@ from te_proto import lazy_exports
 if TYPE_CHECKING:
     from te_linear.config import LinearConfig
     from te_linear.execute import execute_backward, execute_forward
-    from te_linear.functional import linear
+    from te_linear.functional import linear, quantize_weight
     from te_linear.module import Linear
     from te_linear.plan import LinearPlan, plan_linear
 else:
@@ -29,6 +29,7 @@ else:
             "execute_forward": "execute",
             "linear": "functional",
             "plan_linear": "plan",
+            "quantize_weight": "functional",
         },
     )
 
@@ -41,4 +42,5 @@ __all__ = [
     "execute_forward",
     "linear",
     "plan_linear",
+    "quantize_weight",
 ]

@@ -14,6 +14,7 @@ from te_proto.proto import to_tensor_proto
 from te_proto.storage import QuantizedStorage
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -67,13 +68,9 @@ def execute_forward(
         y = _sum(plan, plan.reduce_product, y, plan.partial_product)
         if bias is not None:
             y = y.float() + bias.float()
-        kept_x = None
-        if plan.saved_input is not None:
-            kept_x = x if plan.saved_input.quantizer is None else _planes(made_x, plan.saved_input)
-        kept_w = None if plan.saved_weight is None else _planes(made_w, plan.saved_weight)
         saved = Saved(
-            kept_x,
-            kept_w,
+            keep(x if plan.keeps_argument_input else made_x, plan.saved_input),
+            keep(made_w, plan.saved_weight),
             None if plan.saved_rng is None else draws.grad_output,
             None if plan.saved_input_rng is None else draws.input,
         )
@@ -127,7 +124,7 @@ def _operand(
 ) -> tuple[Any, Any]:
     """Return what this rank made of ``value``, and the operand it is, or is a part of."""
     if step.source == "planes":
-        made = _planes(value, step.local)
+        made = planes(value, step.local, step.names)
     else:
         plain = _plain(value).to(step.local.dtype)
         if step.gather == "plain":
@@ -141,20 +138,28 @@ def _operand(
         name: held[name] if axis is None else _gather(plan, held[name], axis)
         for name, axis in zip(step.names, step.axes, strict=True)
     }
-    return made, _build(step.operand, inner)
+    return made, _build(step.operand, inner, step.operand.shape)
 
 
-def _planes(value: Any, proto: TensorProto) -> Any:
+def planes(value: Any, proto: TensorProto, names: tuple[str, ...]) -> Any:
     """Return the bare storage that ``proto`` describes, of a quantized tensor that holds more."""
     # not by a method of the tensor: dynamo does not look into those
     held = QuantizedStorage.inner_tensors(value)
-    return _build(proto, {name: held[name] for name in proto.inner_names()})
+    # under its own shape: a size of the outer graph does not get from forward to backward
+    return _build(proto, {name: held[name] for name in names}, value.shape)
 
 
-def _build(proto: TensorProto, inner: dict[str, Tensor]) -> Any:
+def keep(value: Any, proto: TensorProto | None) -> Any:
+    """Return what of ``value`` is kept: the planes of ``proto``, or a plain tensor as it is."""
+    if proto is None:
+        return None
+    return value if proto.quantizer is None else planes(value, proto, proto.inner_names())
+
+
+def _build(proto: TensorProto, inner: dict[str, Tensor], shape: Sequence[int]) -> Any:
     context = proto.create_metadata()
     assert context is not None  # a quantized one
-    return context.build(inner, proto.shape)
+    return context.build(inner, shape)
 
 
 def _plain(value: Any) -> Any:

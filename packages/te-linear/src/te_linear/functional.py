@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from te_linear.execute import Draws, Saved, draw, execute_backward, execute_forward, finish_output
-from te_linear.plan import LinearPlan, plan_linear
+from te_linear.plan import LinearPlan, plan_linear, weight_quantizer
+from te_linear.rng import draw_rng
 from te_proto.errors import UsageError
 from te_proto.proto import to_tensor_proto
 from te_proto.storage import prepare_for_saving, restore_from_saved
@@ -17,6 +18,7 @@ from te_proto.storage import prepare_for_saving, restore_from_saved
 if TYPE_CHECKING:
     from te_linear.config import LinearConfig
     from te_proto.storage import QuantizedStorage
+    from te_proto.tensor import QuantizedTensor
 
 MODES = ("traced", "opaque")
 
@@ -67,7 +69,7 @@ def linear(
         cached_weight: ``weight`` as :func:`quantize_weight` made it, which is read instead; the
             gradient is ``weight``'s.
         mode: ``"traced"``: a compiled graph sees through it, and Inductor fuses quantization with
-            its neighbours; ``"opaque"``: it is one op of the graph, whose graphs AOTAutograd caches.
+            its neighbours; ``"opaque"``: it is one op of the graph, which AOTAutograd caches.
             Outside of a graph both are the same.
 
     Returns:
@@ -80,9 +82,7 @@ def linear(
         DtypeError: an operand is not float32, bfloat16 or float16.
         UsageError: an operand that is already quantized lacks a plane, or ``mode`` is another.
     """
-    if mode not in MODES:
-        msg = f"linear: mode must be 'traced' or 'opaque', got {mode!r}"
-        raise UsageError(msg)
+    check_mode(mode)
     plan = plan_call(x, weight, bias, config, cached_weight)
     draws = draw(plan)
     if mode == "opaque":
@@ -114,3 +114,39 @@ def plan_call(
         cached_weight=None if cached_weight is None else to_tensor_proto(cached_weight),
         autocast=autocast,
     )
+
+
+def check_mode(mode: str) -> str:
+    """Return ``mode``, or raise :class:`UsageError` if there is no such one."""
+    if mode not in MODES:
+        msg = f"linear: mode must be 'traced' or 'opaque', got {mode!r}"
+        raise UsageError(msg)
+    return mode
+
+
+def quantize_weight(
+    weight: Tensor,
+    config: LinearConfig,
+    *,
+    out: QuantizedTensor | None = None,
+    noop: Tensor | None = None,
+) -> Any:
+    """Return ``weight`` quantized for :func:`linear`'s ``cached_weight``, outside autograd.
+
+    Args:
+        weight: ``[N, K]``, plain.
+        config: as for :func:`linear`.
+        out: what an earlier call returned, whose buffers are written, and returned.
+        noop: float32 scalar tensor; exactly 1.0 leaves ``out`` as it is, decided on the device.
+    """
+    quantizer = weight_quantizer(config)
+    needed = quantizer.call_arguments()
+    with torch.no_grad():
+        call: dict[str, Any] = {
+            "group": (config.amax_group or config.tp_group) if "group" in needed else None,
+            "rng": draw_rng(weight) if "rng" in needed else None,
+        }
+        if out is None:
+            return quantizer.quantize(weight, **call)
+        quantizer.quantize_into(weight, out, noop, **call)
+        return out

@@ -6,14 +6,18 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_linear.check import check_operands
-from te_linear.config import LinearConfig
 from te_linear.operand import OperandPlan, plan_operand
 from te_linear.sharding import constant, gathered, scattered
 from te_proto.proto import TensorProto
+
+if TYPE_CHECKING:
+    from te_linear.config import LinearConfig
+    from te_proto.quantizer import Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +175,11 @@ def plan_linear(
     if torch.compiler.is_compiling() or not _is_static(x, weight, bias):
         return _plan(*arguments)
     return _remembered(*arguments)
+
+
+def weight_quantizer(config: LinearConfig) -> Quantizer:
+    """Return the quantizer of a weight that is kept from call to call, for whatever they need."""
+    return config.weight.replace(internal=False, rowwise=True, columnwise=True)
 
 
 def _is_static(*protos: TensorProto | None) -> bool:

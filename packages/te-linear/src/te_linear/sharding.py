@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from te_proto.quantizer import Quantizer
 
 _MANY = 1 << 20
-"""Shards of the trial whole: a size is divided by a block, or by the unit that scales are padded to,
-exactly if that many shards need that many times the buffer; every such unit divides it."""
+"""Shards of the trial whole. They need that many times the buffer of one exactly if a block, or the
+unit that scales are padded to, divides the shard; every such unit divides this number."""
 
 
 def constant(size: int) -> int:
