@@ -173,7 +173,9 @@ def test_original_input_is_kept_instead_of_a_plane(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "grad", [(False, True, False), (True, False, False), (False, False, True), (False,) * 3], ids=str
+    "grad",
+    [(False, True, False), (True, False, False), (False, False, True), (False,) * 3],
+    ids=str,
 )
 def test_frozen_operands_get_and_cost_nothing(mode: str, grad: tuple[bool, ...]) -> None:
     inputs, whole = operands(grad=grad), operands()
@@ -262,8 +264,10 @@ def test_cache_is_written_in_one_graph(mode: str) -> None:
                 with torch.no_grad():
                     of.weight.mul_(1.5)
             torch.testing.assert_close(layer.bias.grad, eager.bias.grad)
-            same([layer.weight.detach(), layer.weight_cache.dequantize()],
-                 [eager.weight.detach(), eager.weight_cache.dequantize()])
+            same(
+                [layer.weight.detach(), layer.weight_cache.dequantize()],
+                [eager.weight.detach(), eager.weight_cache.dequantize()],
+            )
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
 
 
