@@ -21,7 +21,8 @@ def all_gather(x: Tensor, ranks: int, group: str, *, axis: int = 0) -> Tensor:
     out: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), ranks, group))
     if axis == 0:
         return out
-    return out.unflatten(0, (ranks, -1)).movedim(0, axis).flatten(axis, axis + 1).contiguous()
+    apart: Tensor = out.unflatten(0, (ranks, -1))
+    return apart.movedim(0, axis).flatten(axis, axis + 1).contiguous()
 
 
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:

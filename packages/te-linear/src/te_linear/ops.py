@@ -8,6 +8,7 @@ to an op, so its gradient goes to an anchor, a plain tensor of its shape without
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,36 @@ from te_proto.proto import TensorProto, to_tensor_proto
 from te_proto.storage import QuantizedStorage, prepare_for_saving, restore_from_saved
 
 if TYPE_CHECKING:
-    from te_proto.quantizer import Quantizer
+    from collections.abc import Callable, Sequence
+
+_OF_CONFIG = (
+    "input",
+    "weight",
+    "grad_output",
+    "save_original_input",
+    "parallel_mode",
+    "tp_size",
+    "tp_group",
+    "sequence_parallel",
+    "amax_group",
+)
+"""What the product depends on; an output quantizer comes after it."""
+
+_OPERANDS = ("x", "weight", "bias", "cached_weight")
+_SETTINGS = ("need_input", "need_weight", "need_bias", "autocast", *(f"of_{n}" for n in _OF_CONFIG))
+_DESCRIBED = tuple(f"{n}_{what}" for n in _OPERANDS for what in ("shape", "dtype", "quantizer"))
+
+
+def _takes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Name the arguments of a function, which an op has to know."""
+
+    def name(fn: Callable[..., Any]) -> Callable[..., Any]:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(n, kind) for n in names]
+        fn.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # as documented
+        return fn
+
+    return name
 
 
 class _Anchor(torch.autograd.Function):
@@ -52,110 +82,52 @@ def run_opaque(
 
 
 def _settings(config: LinearConfig) -> tuple[Any, ...]:
-    """Return the settings that the product depends on, which :func:`_plan` puts together again."""
-    return (
-        config.input,
-        config.weight,
-        config.grad_output,
-        config.save_original_input,
-        config.parallel_mode,
-        constant(config.tp_size),
-        config.tp_group,
-        config.sequence_parallel,
-        config.amax_group,
-    )
+    """Return the settings that :func:`_plan` puts together again."""
+    options = {name: getattr(config, name) for name in _OF_CONFIG}
+    options["tp_size"] = constant(config.tp_size)
+    return tuple(options.values())
 
 
-def _plan(
-    x: TensorProto,
-    weight: TensorProto,
-    bias: TensorProto | None,
-    cached_weight: TensorProto | None,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-    autocast: torch.dtype | None,
-    input_quantizer: Quantizer,
-    weight_quantizer: Quantizer,
-    grad_quantizer: Quantizer,
-    save_original_input: bool,
-    parallel_mode: str | None,
-    tp_size: int,
-    tp_group: str | None,
-    sequence_parallel: bool,
-    amax_group: str | None,
-) -> LinearPlan:
+def _plan(protos: Sequence[TensorProto | None], settings: Sequence[Any]) -> LinearPlan:
     """Return the plan of the call that an op was made of."""
-    config = LinearConfig(
-        input=input_quantizer,
-        weight=weight_quantizer,
-        grad_output=grad_quantizer,
-        save_original_input=save_original_input,
-        parallel_mode=parallel_mode,
-        tp_size=tp_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        amax_group=amax_group,
-    )
+    x, weight, bias, cached_weight = protos
+    need_input, need_weight, need_bias, autocast, *options = settings
+    assert x is not None  # neither is optional
+    assert weight is not None
     return plan_linear(
         x.replace(requires_grad=need_input),
         weight.replace(requires_grad=need_weight),
         None if bias is None else bias.replace(requires_grad=need_bias),
-        config,
+        LinearConfig(**dict(zip(_OF_CONFIG, options, strict=True))),
         grad_enabled=True,
         cached_weight=cached_weight,
         autocast=autocast,
     )
 
 
+def _protos(values: Sequence[Any]) -> list[TensorProto | None]:
+    return [None if v is None else to_tensor_proto(v) for v in values]
+
+
 def _forward_outputs(*arguments: Any) -> tuple[TensorProto, ...]:
-    return _plan(*arguments[:4], *arguments[9:]).made
+    return _plan(arguments[:4], arguments[9:]).made
 
 
 @custom_op("te_linear::forward", outputs=_forward_outputs)
-def forward_op(
-    x: Any,
-    weight: Any,
-    bias: Tensor | None,
-    cached_weight: Any,
-    input_anchor: Tensor | None,
-    weight_anchor: Tensor | None,
-    input_rng: Tensor | None,
-    weight_rng: Tensor | None,
-    grad_rng: Tensor | None,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-    autocast: torch.dtype | None,
-    input_quantizer: Quantizer,
-    weight_quantizer: Quantizer,
-    grad_quantizer: Quantizer,
-    save_original_input: bool,
-    parallel_mode: str | None,
-    tp_size: int,
-    tp_group: str | None,
-    sequence_parallel: bool,
-    amax_group: str | None,
-) -> tuple[Any, ...]:
+@_takes(
+    *_OPERANDS,
+    "x_anchor",
+    "weight_anchor",
+    "x_rng",
+    "weight_rng",
+    "grad_rng",
+    *_SETTINGS,
+)
+def forward_op(*arguments: Any) -> tuple[Any, ...]:
     """Return the product, and what is kept for backward and is no argument."""
-    plan = _plan(
-        *(None if v is None else to_tensor_proto(v) for v in (x, weight, bias, cached_weight)),
-        need_input,
-        need_weight,
-        need_bias,
-        autocast,
-        input_quantizer,
-        weight_quantizer,
-        grad_quantizer,
-        save_original_input,
-        parallel_mode,
-        tp_size,
-        tp_group,
-        sequence_parallel,
-        amax_group,
-    )
-    draws = Draws(input_rng, weight_rng, grad_rng)
-    y, saved = execute_forward(plan, x, weight, bias, draws, cached_weight)
+    x, weight, bias, cached_weight, _, _, *rng = arguments[:9]
+    plan = _plan(_protos(arguments[:4]), arguments[9:])
+    y, saved = execute_forward(plan, x, weight, bias, Draws(*rng), cached_weight)
     kept = (
         None if plan.keeps_argument_input else saved.input,
         None if plan.keeps_argument_weight else saved.weight,
@@ -164,9 +136,10 @@ def forward_op(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, weight, bias, cached, _, _, input_rng, _, grad_rng, *settings = inputs
-    protos = [None if v is None else to_tensor_proto(v) for v in (x, weight, bias, cached)]
-    plan = _plan(*protos, *settings)
+    x, weight, _, cached, _, _, x_rng, _, grad_rng = inputs[:9]
+    ctx.settings = inputs[9:]
+    protos = _protos(inputs[:4])
+    plan = _plan(protos, ctx.settings)
     made = list(output[1:])
     kept_x = kept_w = None
     if plan.saved_input is not None:
@@ -178,7 +151,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         keep(kept_x, plan.saved_input),
         keep(kept_w, plan.saved_weight),
         None if plan.saved_rng is None else grad_rng,
-        None if plan.saved_input_rng is None else input_rng,
+        None if plan.saved_input_rng is None else x_rng,
     )
     flat, ctx.objects = prepare_for_saving(*saved)
     ctx.save_for_backward(*flat)
@@ -187,108 +160,43 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         for proto in protos
         for part in ((None,) * 3 if proto is None else (proto.shape, proto.dtype, proto.quantizer))
     )
-    ctx.settings = tuple(settings)
-    ctx.anchored = tuple(p is not None and p.quantizer is not None for p in protos[:2])
+    ctx.anchored = tuple(p is not None and p.is_quantized for p in protos[:2])
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = restore_from_saved(ctx.objects, ctx.saved_tensors)
     made = list(backward_op(grads[0], *saved, *ctx.described, *ctx.settings))
-    found = [made.pop(0) if needed else None for needed in ctx.settings[:3]]
-    (dx, anchored_dx), (dw, anchored_dw) = (
-        (None, g) if anchored else (g, None)
-        for g, anchored in zip(found, ctx.anchored, strict=False)
+    dx, dw, db = (made.pop(0) if needed else None for needed in ctx.settings[:3])
+    of_x, of_weight = (
+        (None, grad) if anchored else (grad, None)
+        for grad, anchored in zip((dx, dw), ctx.anchored, strict=True)
     )
     rest = (None,) * (3 + len(ctx.settings))
-    return (dx, dw, found[2], None, anchored_dx, anchored_dw, *rest)
+    return (of_x[0], of_weight[0], db, None, of_x[1], of_weight[1], *rest)
 
 
-def _backward_plan(device: Any, *arguments: Any) -> LinearPlan:
-    described, settings = arguments[:12], arguments[12:]
+def _backward_plan(device: Any, described: Sequence[Any], settings: Sequence[Any]) -> LinearPlan:
     protos = [
-        None
-        if described[at + 1] is None
-        else TensorProto(
-            shape=described[at],
-            dtype=described[at + 1],
-            quantizer=described[at + 2],
-            device=device,
+        TensorProto(shape=shape, dtype=dtype, quantizer=quantizer, device=device)
+        if dtype is not None
+        else None
+        for shape, dtype, quantizer in zip(
+            described[0::3], described[1::3], described[2::3], strict=True
         )
-        for at in range(0, 12, 3)
     ]
-    return _plan(*protos, *settings)
+    return _plan(protos, settings)
 
 
-def _backward_outputs(
-    grad: TensorProto, saved_x: Any, saved_w: Any, rng: Any, input_rng: Any, *arguments: Any
-) -> tuple[TensorProto, ...]:
-    return _backward_plan(grad.device, *arguments).gradients
+def _backward_outputs(grad: TensorProto, *arguments: Any) -> tuple[TensorProto, ...]:
+    return _backward_plan(grad.device, arguments[4:16], arguments[16:]).gradients
 
 
 @custom_op("te_linear::backward", outputs=_backward_outputs)
-def backward_op(
-    grad_output: Any,
-    saved_input: Any,
-    saved_weight: Any,
-    rng: Tensor | None,
-    input_rng: Tensor | None,
-    input_shape: tuple[int, ...],
-    input_dtype: torch.dtype,
-    input_held: Quantizer | None,
-    weight_shape: tuple[int, ...],
-    weight_dtype: torch.dtype,
-    weight_held: Quantizer | None,
-    bias_shape: tuple[int, ...] | None,
-    bias_dtype: torch.dtype | None,
-    bias_held: None,
-    cached_shape: tuple[int, ...] | None,
-    cached_dtype: torch.dtype | None,
-    cached_held: Quantizer | None,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-    autocast: torch.dtype | None,
-    input_quantizer: Quantizer,
-    weight_quantizer: Quantizer,
-    grad_quantizer: Quantizer,
-    save_original_input: bool,
-    parallel_mode: str | None,
-    tp_size: int,
-    tp_group: str | None,
-    sequence_parallel: bool,
-    amax_group: str | None,
-) -> tuple[Tensor, ...]:
+@_takes("grad_output", "saved_input", "saved_weight", "grad_rng", "x_rng", *_DESCRIBED, *_SETTINGS)
+def backward_op(grad_output: Any, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of input, weight and bias that are needed."""
-    plan = _backward_plan(
-        grad_output.device,
-        input_shape,
-        input_dtype,
-        input_held,
-        weight_shape,
-        weight_dtype,
-        weight_held,
-        bias_shape,
-        bias_dtype,
-        bias_held,
-        cached_shape,
-        cached_dtype,
-        cached_held,
-        need_input,
-        need_weight,
-        need_bias,
-        autocast,
-        input_quantizer,
-        weight_quantizer,
-        grad_quantizer,
-        save_original_input,
-        parallel_mode,
-        tp_size,
-        tp_group,
-        sequence_parallel,
-        amax_group,
-    )
-    saved = Saved(saved_input, saved_weight, rng, input_rng)
-    found = execute_backward(plan, saved, grad_output)
+    plan = _backward_plan(grad_output.device, arguments[4:16], arguments[16:])
+    found = execute_backward(plan, Saved(*arguments[:4]), grad_output)
     return tuple(g for g in found if g is not None)
 
 
