@@ -76,27 +76,9 @@ def plan_operand(
     """
     planes = {"rowwise": rowwise, "columnwise": columnwise}
     if given.quantizer is not None:
-        held = {name: getattr(given.quantizer, name) for name in planes}
-        lacking = [name for name, wanted in planes.items() if wanted and not held[name]]
-        bare = given.quantizer.replace(internal=True, **planes)
-        axes = () if ranks == 1 or lacking else join_axes(bare, given.shape)
-        fits = not lacking and axes is not None and None not in axes
-        if fits and axes is not None:
-            return _make(role, "planes", given, bare, None, ranks, axes)
-        if takes and lacking:
-            other = next(name for name in planes if name != lacking[0])
-            msg = (
-                f"linear: {role} must hold the {lacking[0]} plane, got {other} alone; "
-                "quantize it with that usage"
-            )
-            raise UsageError(msg)
-        if takes:
-            msg = (
-                f"linear: {role} of shape {given.shape} is quantized, and the parts of {ranks} "
-                f"ranks cannot be put together: a buffer of {given.quantizer.format_name} has a "
-                "ragged block, padding, or one value for all rows; give it plain"
-            )
-            raise UsageError(msg)
+        taken = _take(role, given, given.quantizer, planes, ranks, must=takes)
+        if taken is not None:
+            return taken
     source = "quantize" if given.quantizer is None else "requantize"
     bare = quantizer.replace(internal=True, **planes)
     if ranks == 1:
@@ -112,6 +94,38 @@ def plan_operand(
         whole = given.replace(shape=gathered(given.shape, ranks))
         return _make(role, source, whole, bare, amax_group, 1, (), gather="plain")
     return _make(role, source, given, shard, amax_group, ranks, axes)
+
+
+def _take(
+    role: str,
+    given: TensorProto,
+    quantizer: Quantizer,
+    planes: dict[str, bool],
+    ranks: int,
+    *,
+    must: bool,
+) -> OperandPlan | None:
+    """Return the plan to take ``planes`` of a quantized tensor, None if they are not there."""
+    lacking = [name for name, wanted in planes.items() if wanted and not getattr(quantizer, name)]
+    if lacking and must:
+        other = next(name for name in planes if name != lacking[0])
+        msg = (
+            f"linear: {role} must hold the {lacking[0]} plane, got {other} alone; "
+            "quantize it with that usage"
+        )
+        raise UsageError(msg)
+    bare = quantizer.replace(internal=True, **planes)
+    axes = () if ranks == 1 or lacking else join_axes(bare, given.shape)
+    if not lacking and axes is not None and None not in axes:
+        return _make(role, "planes", given, bare, None, ranks, axes)
+    if must:
+        msg = (
+            f"linear: {role} of shape {given.shape} is quantized, and the parts of {ranks} "
+            f"ranks cannot be put together: a buffer of {quantizer.format_name} has a ragged "
+            "block, padding, or one value for all rows; give it plain"
+        )
+        raise UsageError(msg)
+    return None
 
 
 def _make(

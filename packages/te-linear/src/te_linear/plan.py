@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from te_proto.quantizer import Quantizer
 
 
+ROLES = ("input", "weight", "grad_output", "output")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
     """What one call of a linear layer makes, keeps and returns; the executor decides nothing.
@@ -38,7 +41,7 @@ class LinearPlan:
         output_group: over which the output quantizer reduces its amax, None if it does not.
         saved_input: what is kept of the input for backward, None if the weight takes no gradient.
         saved_weight: what is kept of the weight, None if the input takes no gradient.
-        keeps_argument_input: ``saved_input`` is the argument, or planes of it, and no new memory.
+        keeps_argument_input: what may be kept is the argument, or planes of it, and no new memory.
         keeps_argument_weight: the same for the weight, or the cached one.
         saved_rng: seed and offset that the forward drew for the gradient of the output, None if its
             quantizer takes none.
@@ -206,36 +209,19 @@ def _plan(
 
     value = x if autocast is None else x.replace(dtype=autocast)
     first, again = _plan_input(value, config, gathers_x, wgrad=wgrad)
-    weight_plan = plan_operand(
-        "weight",
-        cached or weight,
-        config.weight,
-        rowwise=True,
-        columnwise=dgrad,
-        amax_group=config.amax_group or config.tp_group,
-    )
-    whole = x.shape if gathers_x == 1 else gathered(x.shape, ranks)
+    weight_plan = _plan_weight(cached or weight, config, dgrad=dgrad)
+    whole = gathered(x.shape, gathers_x)
     partial = _plain(value, (*whole[:-1], weight.shape[0]))
-    shape = scattered(partial.shape, ranks) if gathers_dy > 1 else partial.shape
-    product = partial.replace(shape=shape, requires_grad=dgrad or wgrad or bgrad)
-    gradient = partial.replace(shape=(math.prod(shape[:-1]), shape[-1]))
-    grad_output = None
-    if dgrad or wgrad:
-        grad_output = _plan_gradient(gradient, config, gathers_dy, rowwise=dgrad, columnwise=wgrad)
+    product = _plain(value, scattered(partial.shape, gathers_dy))
+    product = product.replace(requires_grad=dgrad or wgrad or bgrad)
+    gradient = _plain(value, (math.prod(product.shape[:-1]), weight.shape[0]))
+    grad_output = _plan_gradient(gradient, config, gathers_dy, rowwise=dgrad, columnwise=wgrad)
     output, output_group, output_rng = _plan_output(product, config)
-    input_rng = again is not None and again.needs_rng()
-    grad_rng = grad_output is not None and grad_output.needs_rng()
-    draws = {
-        "input": input_rng or first.needs_rng(),
-        "weight": weight_plan.needs_rng(),
-        "grad_output": grad_rng,
-        "output": output_rng,
-    }
     rng = TensorProto(shape=(2,), dtype=torch.int64, device=x.device)
+    input_rng, grad_rng = (p is not None and p.needs_rng() for p in (again, grad_output))
+    drawn = (first.needs_rng() or input_rng, weight_plan.needs_rng(), grad_rng, output_rng)
     reduction = "reduce_scatter" if sequence else "all_reduce"
-    saved_input = None
-    if again is not None:
-        saved_input = _plain(x) if again.source == "quantize" else again.local.at_rest()
+    saved_input = _plan_saved_input(x, again)
     return LinearPlan(
         input=first,
         weight=weight_plan,
@@ -246,12 +232,11 @@ def _plan(
         output_group=output_group,
         saved_input=saved_input,
         saved_weight=weight_plan.local.with_usage(rowwise=False).at_rest() if dgrad else None,
-        keeps_argument_input=saved_input is not None
-        and (saved_input.quantizer is None or first.source == "planes"),
+        keeps_argument_input=first.source == "planes" or _is_plain(saved_input),
         keeps_argument_weight=weight_plan.source == "planes",
         saved_rng=rng if grad_rng else None,
         saved_input_rng=rng if input_rng else None,
-        draws=tuple(role for role, on in draws.items() if on),
+        draws=tuple(role for role, on in zip(ROLES, drawn, strict=True) if on),
         gradient=gradient,
         grad_input=_plain(x) if dgrad else None,
         grad_weight=_plain(weight) if wgrad else None,
@@ -301,6 +286,28 @@ def _plan_input(
     return plan(rowwise=True, columnwise=False), plan(rowwise=False, columnwise=True)
 
 
+def _plan_weight(weight: TensorProto, config: LinearConfig, *, dgrad: bool) -> OperandPlan:
+    return plan_operand(
+        "weight",
+        weight,
+        config.weight,
+        rowwise=True,
+        columnwise=dgrad,
+        amax_group=config.amax_group or config.tp_group,
+    )
+
+
+def _plan_saved_input(x: TensorProto, again: OperandPlan | None) -> TensorProto | None:
+    """Return what is kept of the input: the argument where backward quantizes it anew."""
+    if again is None:
+        return None
+    return _plain(x) if again.source == "quantize" else again.local.at_rest()
+
+
+def _is_plain(proto: TensorProto | None) -> bool:
+    return proto is not None and proto.quantizer is None
+
+
 def _columnwise(made: OperandPlan) -> OperandPlan:
     """Return how the columnwise plane of what was made becomes an operand of its own."""
     local = made.local.with_usage(rowwise=False)
@@ -319,7 +326,10 @@ def _columnwise(made: OperandPlan) -> OperandPlan:
 
 def _plan_gradient(
     given: TensorProto, config: LinearConfig, ranks: int, *, rowwise: bool, columnwise: bool
-) -> OperandPlan:
+) -> OperandPlan | None:
+    """Return how the gradient becomes an operand, None if no product reads it."""
+    if not (rowwise or columnwise):
+        return None
     return plan_operand(
         "grad_output",
         given,

@@ -30,12 +30,12 @@ def constant(size: int) -> int:
 
 def gathered(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return the shape of the whole of which each rank holds ``shape``."""
-    return (shape[0] * ranks, *shape[1:])
+    return (shape[0] * ranks, *shape[1:]) if ranks > 1 else tuple(shape)
 
 
 def scattered(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return the shape of what each rank holds of a whole of ``shape``."""
-    return (shape[0] // ranks, *shape[1:])
+    return (shape[0] // ranks, *shape[1:]) if ranks > 1 else tuple(shape)
 
 
 def join_axes(quantizer: Quantizer, shape: Sequence[int]) -> tuple[int | None, ...] | None:
