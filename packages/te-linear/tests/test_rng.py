@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -94,14 +95,30 @@ def test_every_role_may_round_stochastically(role: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_the_same_draw(reentrant: bool) -> None:
+@pytest.mark.parametrize("mode", ["traced", "opaque"])
+@pytest.mark.parametrize("original", [False, True])
+def test_checkpointing_recomputes_the_same_draw(reentrant: bool, mode: str, original: bool) -> None:
     def recomputed(x: Tensor, w: Tensor, *, config: LinearConfig) -> Tensor:
+        config = dataclasses.replace(config, save_original_input=original)
         out: Tensor = checkpoint(
-            lambda a, b: linear(a, b, config=config), x, w, use_reentrant=reentrant
+            lambda a, b: linear(a, b, config=config, mode=mode), x, w, use_reentrant=reentrant
         )
         return out
 
     for a, b in zip(gradients(5), gradients(5, recomputed), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("mode", ["traced", "opaque"])
+def test_input_that_is_quantized_again_in_backward_rounds_as_in_forward(mode: str) -> None:
+    roles = {"input": CHANCE, "weight": PLAIN, "grad_output": CHANCE}
+    kept = LinearConfig(**roles)
+    again = LinearConfig(**roles, save_original_input=True)
+
+    def call(x: Tensor, w: Tensor, *, config: LinearConfig) -> Tensor:
+        return linear(x, w, config=config, mode=mode)
+
+    for a, b in zip(gradients(5, call, again), gradients(5, config=kept), strict=True):
         assert_same_bits(a, b)
 
 

@@ -12,10 +12,12 @@ from te_linear.__about__ import __version__
 from te_proto import lazy_exports
 
 if TYPE_CHECKING:
+    from te_linear.config import LinearConfig
     from te_linear.conversion import ConversionReport, convert
     from te_linear.execute import execute_backward, execute_forward
-    from te_linear.module import Linear, linear
-    from te_linear.plan import LinearConfig, LinearPlan, plan_linear
+    from te_linear.functional import linear, quantize_weight
+    from te_linear.module import Linear
+    from te_linear.plan import LinearPlan, plan_linear
 else:
     # no module is called `linear`: once imported, it would stand in the place of the function
     __getattr__, __dir__ = lazy_exports(
@@ -23,13 +25,14 @@ else:
         {
             "ConversionReport": "conversion",
             "Linear": "module",
-            "LinearConfig": "plan",
+            "LinearConfig": "config",
             "LinearPlan": "plan",
             "convert": "conversion",
             "execute_backward": "execute",
             "execute_forward": "execute",
-            "linear": "module",
+            "linear": "functional",
             "plan_linear": "plan",
+            "quantize_weight": "functional",
         },
     )
 
@@ -44,4 +47,5 @@ __all__ = [
     "execute_forward",
     "linear",
     "plan_linear",
+    "quantize_weight",
 ]

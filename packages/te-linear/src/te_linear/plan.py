@@ -3,43 +3,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from te_proto.errors import DtypeError, ShapeError, UsageError
-from te_proto.layout import INPUT_DTYPES
+from te_linear.check import check_operands
+from te_linear.operand import OperandPlan, plan_operand
+from te_linear.sharding import constant, gathered, scattered
 from te_proto.proto import TensorProto
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
+    from te_linear.config import LinearConfig
     from te_proto.quantizer import Quantizer
-    from te_proto.recipe import Recipe
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearConfig:
-    """How a linear layer quantizes, as a value.
-
-    The usages of the quantizers do not count: the plan sets the ones each operand needs.
-
-    Attributes:
-        input: quantizer of the input.
-        weight: quantizer of the weight.
-        grad_output: quantizer of the gradient of the output.
-    """
-
-    input: Quantizer
-    weight: Quantizer
-    grad_output: Quantizer
-
-    @classmethod
-    def from_recipe(cls, recipe: Recipe) -> Self:
-        """Return the configuration that a format's recipe stands for."""
-        return cls(input=recipe.input, weight=recipe.weight, grad_output=recipe.grad_output)
+ROLES = ("input", "weight", "grad_output", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,35 +31,119 @@ class LinearPlan:
     product reads the plane of its operands whose blocks run along the summed axis.
 
     Attributes:
-        quantized_input: the input as the forward quantizes it.
-        quantized_weight: the weight as the forward quantizes it.
+        input: how the input becomes the operand of forward.
+        weight: how the weight becomes the operand of forward.
+        grad_output: how the gradient of the output becomes an operand, if it comes plain; None if
+            no product needs it. :meth:`gradient_operand` is for any.
+        saved_input_operand: how what is kept of the input becomes the operand of backward.
+        product: the result before an output quantizer.
         output: the result.
+        output_group: over which the output quantizer reduces its amax, None if it does not.
         saved_input: what is kept of the input for backward, None if the weight takes no gradient.
         saved_weight: what is kept of the weight, None if the input takes no gradient.
-        quantized_grad_output: the gradient of the output, ``[M, N]``, None if no product needs it.
+        keeps_argument_input: what may be kept is the argument, or planes of it, and no new memory.
+        keeps_argument_weight: the same for the weight, or the cached one.
         saved_rng: seed and offset that the forward drew for the gradient of the output, None if its
             quantizer takes none.
+        saved_input_rng: those of the input, if backward quantizes it anew.
+        draws: roles for which seed and offset are drawn, in this order.
+        gradient: the gradient of the output as the products see it, a matrix.
         grad_input: None if not required.
         grad_weight: None if not required.
         grad_bias: None if not required, or if there is no bias.
+        reduce_product: sum over the ranks: ``"all_reduce"``, ``"reduce_scatter"`` or None.
+        reduce_grad_input: the same for the gradient of the input.
+        reduce_grad_bias: sum the gradient of the bias over the ranks.
+        partial_product: the product before the sum over the ranks.
+        partial_grad_input: the gradient of the input before the sum over the ranks.
+        config: what was asked for.
     """
 
-    quantized_input: TensorProto
-    quantized_weight: TensorProto
+    input: OperandPlan
+    weight: OperandPlan
+    grad_output: OperandPlan | None
+    saved_input_operand: OperandPlan | None
+    product: TensorProto
     output: TensorProto
+    output_group: str | None
     saved_input: TensorProto | None
     saved_weight: TensorProto | None
-    quantized_grad_output: TensorProto | None
+    keeps_argument_input: bool
+    keeps_argument_weight: bool
     saved_rng: TensorProto | None
+    saved_input_rng: TensorProto | None
+    draws: tuple[str, ...]
+    gradient: TensorProto
     grad_input: TensorProto | None
     grad_weight: TensorProto | None
     grad_bias: TensorProto | None
+    reduce_product: str | None
+    reduce_grad_input: str | None
+    reduce_grad_bias: bool
+    partial_product: TensorProto
+    partial_grad_input: TensorProto | None
+    config: LinearConfig
+
+    @property
+    def ranks(self) -> int:
+        """Size of the tensor parallel group."""
+        return constant(self.config.tp_size)
+
+    @property
+    def group(self) -> str | None:
+        """Its c10d name."""
+        return self.config.tp_group
+
+    @property
+    def quantized_input(self) -> TensorProto:
+        """The input as this rank quantizes it."""
+        return self.input.local
+
+    @property
+    def quantized_weight(self) -> TensorProto:
+        """The weight as the forward quantizes it."""
+        return self.weight.local
+
+    @property
+    def quantized_grad_output(self) -> TensorProto | None:
+        """The gradient of the output as this rank quantizes it, None if no product needs it."""
+        return None if self.grad_output is None else self.grad_output.local
 
     @property
     def saved(self) -> tuple[TensorProto, ...]:
-        """What is kept for backward: input, weight, seed and offset; absent ones left out."""
-        kept = (self.saved_input, self.saved_weight, self.saved_rng)
+        """What is kept for backward: input, weight, seeds and offsets; absent ones left out."""
+        kept = (self.saved_input, self.saved_weight, self.saved_rng, self.saved_input_rng)
         return tuple(p for p in kept if p is not None)
+
+    @property
+    def made(self) -> tuple[TensorProto, ...]:
+        """What forward allocates: the product, and what is kept and no argument."""
+        kept = (
+            None if self.keeps_argument_input else self.saved_input,
+            None if self.keeps_argument_weight else self.saved_weight,
+        )
+        return (self.product, *(p for p in kept if p is not None))
+
+    @property
+    def gradients(self) -> tuple[TensorProto, ...]:
+        """What backward returns: of input, weight and bias; absent ones left out."""
+        all_of_them = (self.grad_input, self.grad_weight, self.grad_bias)
+        return tuple(p for p in all_of_them if p is not None)
+
+    def gradient_operand(self, given: TensorProto) -> OperandPlan | None:
+        """Decide how a gradient becomes an operand: one may come quantized.
+
+        Its planes are taken if they are those that the products read, else it is quantized anew.
+        """
+        if self.grad_output is None or given.quantizer is None:
+            return self.grad_output
+        return _plan_gradient(
+            given,
+            self.config,
+            self.ranks if self.grad_output.gather else 1,
+            rowwise=self.grad_input is not None,
+            columnwise=self.grad_weight is not None,
+        )
 
 
 def plan_linear(
@@ -88,16 +153,20 @@ def plan_linear(
     config: LinearConfig,
     *,
     grad_enabled: bool,
+    cached_weight: TensorProto | None = None,
+    autocast: torch.dtype | None = None,
 ) -> LinearPlan:
     """Decide everything about ``linear(x, weight, bias)``; nothing is allocated.
 
     Args:
-        x: ``[..., K]``, plain or quantized.
-        weight: ``[N, K]``, plain or quantized.
-        bias: ``[N]``, plain, or None.
-        config: the quantizer of each role.
+        x: ``[..., K]``, plain or quantized; this rank's part if the layer is parallel.
+        weight: ``[N, K]``, plain or quantized, likewise.
+        bias: ``[N]``, plain, or None, likewise.
+        config: the quantizer of each role, and how the layer is sharded.
         grad_enabled: grad mode of the call; with ``requires_grad`` of the operands it decides what
             is kept. Backward never reads either again.
+        cached_weight: the quantized weight that stands for ``weight`` in the products.
+        autocast: dtype of plain input and output under autocast, None outside of it.
 
     Raises:
         ShapeError: shapes do not fit together, or a format cannot hold an operand, also one that
@@ -105,92 +174,187 @@ def plan_linear(
         DtypeError: an operand is not float32, bfloat16 or float16.
         UsageError: an operand that is already quantized lacks a plane.
     """
-    _check(x, weight, bias)
-    m, n, k = math.prod(x.shape[:-1]), weight.shape[0], weight.shape[1]
+    arguments = (x, weight, bias, config, grad_enabled, cached_weight, autocast)
+    if torch.compiler.is_compiling() or not _is_static(x, weight, bias):
+        return _plan(*arguments)
+    return _remembered(*arguments)
+
+
+def weight_quantizer(config: LinearConfig) -> Quantizer:
+    """Return the quantizer of a weight that is kept from call to call, for whatever they need."""
+    return config.weight.replace(internal=False, rowwise=True, columnwise=True)
+
+
+def _is_static(*protos: TensorProto | None) -> bool:
+    return all(type(n) is int for p in protos if p is not None for n in p.shape)
+
+
+def _plan(
+    x: TensorProto,
+    weight: TensorProto,
+    bias: TensorProto | None,
+    config: LinearConfig,
+    grad_enabled: bool,
+    cached: TensorProto | None,
+    autocast: torch.dtype | None,
+) -> LinearPlan:
+    check_operands(x, weight, bias, cached, config)
+    ranks = constant(config.tp_size)
+    column, row = (config.parallel_mode == mode and ranks > 1 for mode in ("column", "row"))
+    sequence = config.sequence_parallel
     dgrad = grad_enabled and x.requires_grad
     wgrad = grad_enabled and weight.requires_grad
     bgrad = grad_enabled and bias is not None and bias.requires_grad
+    gathers_x, gathers_dy = (ranks if way and sequence else 1 for way in (column, row))
 
-    quantized_input = _operand("input", x, config.input, x.shape, columnwise=wgrad)
-    quantized_weight = _operand("weight", weight, config.weight, (n, k), columnwise=dgrad)
-    grad_output = rng = None
-    if dgrad or wgrad:
-        quantizer = config.grad_output.replace(internal=True, rowwise=dgrad, columnwise=wgrad)
-        grad_output = TensorProto(shape=(m, n), dtype=x.dtype, quantizer=quantizer, device=x.device)
-        _fits("grad_output", grad_output)
-        if "rng" in quantizer.call_arguments():
-            rng = TensorProto(shape=(2,), dtype=torch.int64, device=x.device)
-
-    def plain(proto: TensorProto) -> TensorProto:
-        return TensorProto(shape=proto.shape, dtype=proto.dtype, device=proto.device)
-
+    value = x if autocast is None else x.replace(dtype=autocast)
+    first, again = _plan_input(value, config, gathers_x, wgrad=wgrad)
+    weight_plan = _plan_weight(cached or weight, config, dgrad=dgrad)
+    whole = gathered(x.shape, gathers_x)
+    partial = _plain(value, (*whole[:-1], weight.shape[0]))
+    product = _plain(value, scattered(partial.shape, gathers_dy))
+    product = product.replace(requires_grad=dgrad or wgrad or bgrad)
+    gradient = _plain(value, (math.prod(product.shape[:-1]), weight.shape[0]))
+    grad_output = _plan_gradient(gradient, config, gathers_dy, rowwise=dgrad, columnwise=wgrad)
+    output, output_group, output_rng = _plan_output(product, config)
+    rng = TensorProto(shape=(2,), dtype=torch.int64, device=x.device)
+    input_rng, grad_rng = (p is not None and p.needs_rng() for p in (again, grad_output))
+    drawn = (first.needs_rng() or input_rng, weight_plan.needs_rng(), grad_rng, output_rng)
+    reduction = "reduce_scatter" if sequence else "all_reduce"
+    saved_input = _plan_saved_input(x, again)
     return LinearPlan(
-        quantized_input=quantized_input,
-        quantized_weight=quantized_weight,
-        output=TensorProto(
-            shape=(*x.shape[:-1], n),
-            dtype=x.dtype,
-            device=x.device,
-            requires_grad=dgrad or wgrad or bgrad,
-        ),
-        saved_input=quantized_input.with_usage(rowwise=False) if wgrad else None,
-        saved_weight=quantized_weight.with_usage(rowwise=False) if dgrad else None,
-        quantized_grad_output=grad_output,
-        saved_rng=rng,
-        grad_input=plain(x) if dgrad else None,
-        grad_weight=plain(weight) if wgrad else None,
-        grad_bias=plain(bias) if bgrad and bias is not None else None,
+        input=first,
+        weight=weight_plan,
+        grad_output=grad_output,
+        saved_input_operand=again,
+        product=product,
+        output=output,
+        output_group=output_group,
+        saved_input=saved_input,
+        saved_weight=weight_plan.local.with_usage(rowwise=False).at_rest() if dgrad else None,
+        keeps_argument_input=first.source == "planes" or _is_plain(saved_input),
+        keeps_argument_weight=weight_plan.source == "planes",
+        saved_rng=rng if grad_rng else None,
+        saved_input_rng=rng if input_rng else None,
+        draws=tuple(role for role, on in zip(ROLES, drawn, strict=True) if on),
+        gradient=gradient,
+        grad_input=_plain(x) if dgrad else None,
+        grad_weight=_plain(weight) if wgrad else None,
+        grad_bias=_plain(bias) if bgrad and bias is not None else None,
+        reduce_product=reduction if row else None,
+        reduce_grad_input=reduction if column and dgrad else None,
+        reduce_grad_bias=bgrad and gathers_dy > 1,
+        partial_product=partial,
+        partial_grad_input=_plain(x, whole) if dgrad else None,
+        config=config,
     )
 
 
-def _operand(
-    role: str, given: TensorProto, quantizer: Quantizer, shape: tuple[int, ...], *, columnwise: bool
-) -> TensorProto:
-    """Return the quantized form of an operand that forward reads rowwise."""
-    if given.quantizer is not None:
-        quantizer = given.quantizer
-        if not quantizer.rowwise or (columnwise and not quantizer.columnwise):
-            lacks, has = (
-                ("rowwise", "columnwise") if not quantizer.rowwise else ("columnwise", "rowwise")
-            )
-            msg = (
-                f"linear: {role} must hold the {lacks} plane, got {has} alone; "
-                f"quantize it with that usage"
-            )
-            raise UsageError(msg)
-    quantizer = quantizer.replace(internal=True, rowwise=True, columnwise=columnwise)
-    proto = TensorProto(shape=shape, dtype=given.dtype, quantizer=quantizer, device=given.device)
-    _fits(role, proto)
-    return proto
+_remembered = functools.lru_cache(maxsize=1024)(_plan)
 
 
-def _fits(role: str, proto: TensorProto) -> None:
-    try:
-        proto.inner_specs()
-    except ShapeError as error:
-        msg = f"linear: {role} of shape {proto.shape}: {error}"
-        raise ShapeError(msg) from error
+def _plain(proto: TensorProto, shape: tuple[int, ...] | None = None) -> TensorProto:
+    return TensorProto(
+        shape=proto.shape if shape is None else shape, dtype=proto.dtype, device=proto.device
+    )
 
 
-def _check(x: TensorProto, weight: TensorProto, bias: TensorProto | None) -> None:
-    for role, proto in (("input", x), ("weight", weight), ("bias", bias)):
-        if proto is not None and proto.dtype not in INPUT_DTYPES:
-            msg = (
-                f"linear: {role} must be float32, bfloat16 or float16, got {str(proto.dtype)[6:]}; "
-                "cast it first"
-            )
-            raise DtypeError(msg)
-    if len(weight.shape) != 2:
-        msg = f"linear: weight must have 2 axes [N, K], got shape {weight.shape}"
-        raise ShapeError(msg)
-    if len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
-        msg = (
-            f"linear: the last axis of input must be K={weight.shape[1]} of the weight, "
-            f"got shape {x.shape}"
+def _plan_input(
+    x: TensorProto, config: LinearConfig, ranks: int, *, wgrad: bool
+) -> tuple[OperandPlan, OperandPlan | None]:
+    """Return how the input becomes the operand of forward, and what is kept that of backward."""
+
+    def plan(*, rowwise: bool, columnwise: bool) -> OperandPlan:
+        return plan_operand(
+            "input",
+            x,
+            config.input,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            amax_group=config.amax_group or config.tp_group,
+            ranks=ranks,
         )
-        raise ShapeError(msg)
-    if bias is not None and (len(bias.shape) != 1 or bias.shape[0] != weight.shape[0]):
-        msg = (
-            f"linear: bias must have shape {(weight.shape[0],)}, N of the weight, got {bias.shape}"
-        )
-        raise ShapeError(msg)
+
+    plain = x.quantizer is None
+    if not wgrad:
+        return plan(rowwise=True, columnwise=False), None
+    if not (plain and config.save_original_input):
+        first = plan(rowwise=True, columnwise=True)
+        if first.gather != "plain":
+            return first, _columnwise(first)
+    # the planes of a whole that was gathered plain would be as many times what a rank holds
+    return plan(rowwise=True, columnwise=False), plan(rowwise=False, columnwise=True)
+
+
+def _plan_weight(weight: TensorProto, config: LinearConfig, *, dgrad: bool) -> OperandPlan:
+    return plan_operand(
+        "weight",
+        weight,
+        config.weight,
+        rowwise=True,
+        columnwise=dgrad,
+        amax_group=config.amax_group or config.tp_group,
+    )
+
+
+def _plan_saved_input(x: TensorProto, again: OperandPlan | None) -> TensorProto | None:
+    """Return what is kept of the input: the argument where backward quantizes it anew."""
+    if again is None:
+        return None
+    return _plain(x) if again.source == "quantize" else again.local.at_rest()
+
+
+def _is_plain(proto: TensorProto | None) -> bool:
+    return proto is not None and proto.quantizer is None
+
+
+def _columnwise(made: OperandPlan) -> OperandPlan:
+    """Return how the columnwise plane of what was made becomes an operand of its own."""
+    local = made.local.with_usage(rowwise=False)
+    names = tuple(local.inner_specs())
+    axes = dict(zip(made.names, made.axes, strict=False))
+    return OperandPlan(
+        source="planes",
+        local=local,
+        names=names,
+        group=None,
+        gather=made.gather,
+        axes=tuple(axes[name] for name in names) if made.axes else (),
+        operand=made.operand.with_usage(rowwise=False),
+    )
+
+
+def _plan_gradient(
+    given: TensorProto, config: LinearConfig, ranks: int, *, rowwise: bool, columnwise: bool
+) -> OperandPlan | None:
+    """Return how the gradient becomes an operand, None if no product reads it."""
+    if not (rowwise or columnwise):
+        return None
+    return plan_operand(
+        "grad_output",
+        given,
+        config.grad_output,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        amax_group=config.amax_group or config.tp_group,
+        ranks=ranks,
+        takes=False,
+    )
+
+
+def _plan_output(
+    product: TensorProto, config: LinearConfig
+) -> tuple[TensorProto, str | None, bool]:
+    """Return the output, the group of its quantizer, and whether that rounds stochastically."""
+    if config.output is None:
+        return product, None, False
+    made = plan_operand(
+        "output",
+        product,
+        config.output,
+        rowwise=config.output.rowwise,
+        columnwise=config.output.columnwise,
+        amax_group=config.amax_group or config.tp_group,
+    )
+    quantizer = config.output.replace(internal=False)
+    return product.replace(quantizer=quantizer), made.group, made.needs_rng()
