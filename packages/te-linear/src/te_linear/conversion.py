@@ -110,7 +110,9 @@ def _layer_or_reason(
     if filter is not None and not filter(name, module):
         return "filter"
     layer = Linear(module.in_features, module.out_features, False, recipe=recipe, device="meta")
-    layer.__dict__.update(vars(module))
+    buffers = {**layer._buffers, **module._buffers}
+    hidden = layer._non_persistent_buffers_set | module._non_persistent_buffers_set
+    layer.__dict__.update(vars(module), _buffers=buffers, _non_persistent_buffers_set=hidden)
     rows = math.lcm(*(q.alignment()[0] for q in (recipe.input, recipe.grad_output)))
     x = TensorProto(
         shape=(rows, module.in_features),
