@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from te_toy import ToyQuantizer
 from te_toy_site import install
 
 from te_proto import Quantizer, registry
-from te_proto.testing import FormatConformance
+from te_proto.errors import TeError
+from te_proto.testing import FormatConformance, _profile, plugin
+from te_proto.testing.conformance import Case
+from te_proto.testing.conformance.draws import cases, quantizers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,3 +50,60 @@ class TestToy(FormatConformance):
 
     def error_bound(self, quantizer: Quantizer, *, columnwise: bool) -> float:
         return 1.001 / 127  # a whole step, where codes are cut
+
+
+# -- how it looks ----------------------------------------------------------------------------------
+
+
+def test_failure_is_the_smallest_case_and_names_it() -> None:
+    seen = []
+
+    def check(case: Case) -> None:
+        seen.append(case)
+        assert case.proto().numel < 20, f"{case}: too large"
+
+    kit = TestToy()
+    with pytest.raises(AssertionError, match="too large") as caught:
+        kit.explore(check, cases(kit, internal=(False,)))
+    named = [case for case in seen if str(caught.value).startswith(f"{case}: ")]
+    assert named
+    assert named[0].proto().numel < 65
+    assert len({case.shape for case in seen}) > 3
+
+
+def test_fixed_case_is_named_by_what_it_raises() -> None:
+    kit = TestToy()
+    case = kit.fixed()[0]
+    with pytest.raises(ZeroDivisionError) as caught:
+        kit.explore(lambda case: print(1 / 0), None, [case])
+    assert getattr(caught.value, "__notes__", [f"with {case}"]) == [f"with {case}"]
+
+
+def test_options_are_drawn_from_what_the_format_accepts() -> None:
+    kit, seen = TestToy(), set()
+
+    def check(case: Case) -> None:
+        seen.add((case.quantizer.rounding, case.quantizer.optimize_for_gemm))  # type: ignore[attr-defined]
+
+    kit.explore(check, cases(kit), examples=60)
+    assert len(seen) == 4
+    assert quantizers(kit).validate() is None
+
+
+@pytest.mark.parametrize("name", ["ci", "long"])
+def test_profile_is_that_of_the_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_profile, "_active", None)
+    given = {"--te-profile": name, "--te-device": "cpu"}
+    config = types.SimpleNamespace(addinivalue_line=print, getoption=given.__getitem__)
+    plugin.pytest_configure(config)  # type: ignore[arg-type]
+    assert _profile.active() is _profile.PROFILES[name]
+    assert _profile.PROFILES["ci"].examples < _profile.PROFILES["long"].examples
+
+
+def test_elements_without_a_known_error_ask_for_the_bound() -> None:
+    class Unknown(FormatConformance):
+        format_name = "toy"
+
+    quantizer = types.SimpleNamespace(dtype="e3m4", call_arguments=tuple)
+    with pytest.raises(TeError, match="no bound is known for 'e3m4'; override error_bound"):
+        Unknown().error_bound(quantizer, columnwise=False)  # type: ignore[arg-type]
