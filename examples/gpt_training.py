@@ -54,13 +54,15 @@ class Training:
 
     Attributes:
         losses: loss of each step, in nats a byte.
-        tokens_per_second: over all steps but the first, which compiles.
-        graphs: graphs that dynamo handed to Inductor.
+        first_step_seconds: of the first step, which compiles.
+        tokens_per_second: over all steps but the first.
+        graphs: graphs that dynamo handed to the backend.
         graph_breaks: times dynamo had to leave a graph.
         recompiles: times a guard failed and a frame was compiled again.
     """
 
     losses: list[float]
+    first_step_seconds: float
     tokens_per_second: float
     graphs: int
     graph_breaks: int
@@ -82,21 +84,21 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def train(name: str, model: GPT, batches: Batches, *, lr: float) -> Training:
+def train(name: str, model: GPT, batches: Batches, *, lr: float, backend: str) -> Training:
     """Train ``model`` in place, forward and backward compiled without graph breaks."""
     torch._dynamo.reset()
     counters.clear()
     clear_compilation_metrics()
     torch.manual_seed(batches.seed)  # a format may round stochastically
-    backend = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    counted = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counted, fullgraph=True, dynamic=False)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
 
     losses: list[float] = []
     started = time.perf_counter()
-    tokens_per_second = 0.0
+    first_step_seconds = tokens_per_second = 0.0
     # a log file has no line to rewrite, so each refresh there is a line to read
     interval = 0.2 if sys.stderr.isatty() else 10.0
     with tqdm(
@@ -113,7 +115,8 @@ def train(name: str, model: GPT, batches: Batches, *, lr: float) -> Training:
             optimizer.zero_grad()
             losses.append(loss.item())
             if step == 0:
-                started = time.perf_counter()
+                first_step_seconds = time.perf_counter() - started
+                started += first_step_seconds
             else:
                 tokens_per_second = step * tokens.numel() / (time.perf_counter() - started)
             bar.set_postfix_str(
@@ -121,8 +124,9 @@ def train(name: str, model: GPT, batches: Batches, *, lr: float) -> Training:
             )
     return Training(
         losses=losses,
+        first_step_seconds=first_step_seconds,
         tokens_per_second=tokens_per_second,
-        graphs=int(backend.frame_count),
+        graphs=int(counted.frame_count),
         graph_breaks=sum(counters["graph_break"].values()),
         recompiles=sum(entry.recompile_reason is not None for entry in get_compilation_metrics()),
     )
