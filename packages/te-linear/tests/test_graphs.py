@@ -11,7 +11,7 @@ import torch
 from linear_toy import RECIPE, ToyQuantizer
 from torch import Tensor
 
-from te_linear import LinearConfig, linear
+from te_linear import Linear, LinearConfig, linear
 from te_proto.testing import assert_same_bits, count_compiles
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONFIG = LinearConfig.from_recipe(RECIPE)
 QUANTIZED = dataclasses.replace(CONFIG, output=ToyQuantizer(bits=5))
 ORIGINAL = dataclasses.replace(CONFIG, save_original_input=True)
-ROWS = (32, 64, 96, 160)
+ROWS = (32, 80, 96, 160)  # none is K, which a size of the graph could be taken for
 K, N = 64, 48
 
 
@@ -95,6 +95,28 @@ def test_option_is_one_graph_with_the_bytes_of_eager_code(option: Any, mode: str
         compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
         for m in ROWS:
             for a, b in zip(step(compiled, m), step(fn, m), strict=True):
+                assert a is not None
+                assert b is not None
+                assert_same_bits(a, b)
+    assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["traced", "opaque"])
+def test_layers_one_after_the_other_are_one_graph(mode: str) -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(Linear(K, K, recipe=RECIPE, mode=mode) for _ in range(2)))
+
+    def step(run: Callable[[Tensor], Any], m: int) -> list[Tensor | None]:
+        layers.zero_grad()
+        x = torch.randn(m, K, generator=torch.Generator().manual_seed(m)).requires_grad_()
+        y = run(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
+
+    with count_compiles() as counted:
+        compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
+        for m in ROWS:
+            for a, b in zip(step(compiled, m), step(layers, m), strict=True):
                 assert a is not None
                 assert b is not None
                 assert_same_bits(a, b)
