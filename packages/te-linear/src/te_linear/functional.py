@@ -90,11 +90,37 @@ def linear(
 
         y = run_opaque(plan, x, weight, bias, cached_weight, draws)
     elif plan.product.requires_grad:
+        if torch.compiler.is_dynamo_compiling():
+            _touch_constants(plan)
         y = _Linear.apply(x, weight, bias, cached_weight, *draws[:3], plan)
     else:
         y = execute_forward(plan, x, weight, bias, draws, cached_weight)[0]
     out: Tensor = finish_output(plan, y, draws)
     return out
+
+
+def _touch_constants(plan: LinearPlan) -> None:
+    """Have a graph see the constants of formats before the layer does; nothing of it is left.
+
+    With ``dynamic=True`` dynamo (torch 2.13) takes a float of a module for a symbol, which it keeps
+    where it first meets it. Inside an autograd function that is out of reach of what follows, the
+    next layer among them.
+    """
+    for step in (plan.input, plan.weight, plan.grad_output):
+        if step is None:
+            continue
+        quantizer, rng = step.local.quantizer, None
+        assert quantizer is not None  # of an operand
+        if "group" in quantizer.call_arguments():
+            quantizer = quantizer.at_rest()
+        device = step.local.device
+        if "rng" in quantizer.call_arguments():
+            rng = torch.zeros(2, dtype=torch.int64, device=device)
+        x = torch.zeros(step.local.shape, dtype=step.local.dtype, device=device)
+        made = quantizer.quantize(x, rng=rng)
+        for plane, on in (("columnwise", quantizer.rowwise), ("rowwise", quantizer.columnwise)):
+            if on:
+                made.with_usage(**{plane: False}).dequantize(torch.float32)
 
 
 def plan_call(
