@@ -7,6 +7,7 @@ import enum
 import math
 import pickle
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from te_toy import Rounding, ToyQuantizer
 from torch._library.opaque_object import is_opaque_value_type
 
+import te_proto.quantizer
 from te_proto import Quantizer, Recipe
 from te_proto.errors import (
     QuantizerError,
@@ -250,3 +252,19 @@ def test_enum_classes_of_one_name_do_not_mix_in_fx_repr() -> None:
     cls = type("TwoRoundings", (ToyQuantizer,), {**namespace, "__module__": __name__})
     q = cls(rounding=Rounding.ZERO)
     assert eval(*q.__fx_repr__()) == q
+
+
+def test_key_of_compile_caches_tells_releases_and_cpus_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = ToyQuantizer()._stable_hash_for_caching()
+    assert ToyQuantizer()._stable_hash_for_caching() == key
+    module = sys.modules[ToyQuantizer.__module__]
+    for target, name, value in (
+        (te_proto.quantizer, "__version__", "9.9"),
+        (module, "__version__", "9.9"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "another"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, value, raising=False)
+            assert ToyQuantizer()._stable_hash_for_caching() != key

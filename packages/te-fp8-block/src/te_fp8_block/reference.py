@@ -17,7 +17,14 @@ from torch.nn.functional import pad
 
 from te_fp8_block.layout import BLOCK, SCALE_MULTIPLE, matrix_shape, transposed
 from te_proto.blocks import round_up
-from te_proto.numerics import decode, element_format, encode, magnitudes, materialize
+from te_proto.numerics import (
+    decode,
+    element_format,
+    encode,
+    magnitudes,
+    materialize,
+    round_to,
+)
 
 _SIGN_AND_EXPONENT = -0x800000
 """These bits of a float32, as an int32."""
@@ -110,7 +117,7 @@ def dequantize(
     else:
         scale = compact_scale(scale_inv, m, k, columnwise=columnwise, two_d=two_d)
     values = _times(decode(codes, dtype), scale, block_of(columnwise=columnwise, two_d=two_d))
-    return values.to(out_dtype).contiguous().reshape(shape)
+    return round_to(values, out_dtype).contiguous().reshape(shape)
 
 
 def transpose_codes(codes: Tensor) -> Tensor:

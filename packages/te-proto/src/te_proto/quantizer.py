@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import sys
 import typing
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from typing_extensions import Self, dataclass_transform
 
+from te_proto.__about__ import __version__
 from te_proto._classes import register_class, source_name
 from te_proto._compat import OpaqueBase, register_value_type
 from te_proto.errors import (
@@ -207,8 +209,14 @@ class Quantizer(OpaqueBase):
         return f"{own}({', '.join(parts)})", classes
 
     def _stable_hash_for_caching(self) -> str:
-        """Key of torch's compile caches; the default would look at the class only."""
-        return self.__fx_repr__()[0]
+        """Key of torch's compile caches; the default would look at the class only.
+
+        What is traced also depends on the releases of te-proto and the plugin, and on the CPU.
+        """
+        plugin = sys.modules[type(self).__module__.partition(".")[0]]
+        capability = torch.backends.cpu.get_cpu_capability()
+        code = (__version__, getattr(plugin, "__version__", None), capability)
+        return f"{self.__fx_repr__()[0]}:{code}"
 
     # -- what the base gives ----------------------------------------------------------------------
 
