@@ -33,13 +33,15 @@ x = torch.randn(128, 256).bfloat16().requires_grad_()
 layer(x).sum().backward()  # both are there
 if rank == 1 and dies_in == "forward":
     os._exit(3)
-y = layer(x)
-if rank == 1:
-    os._exit(3)
 try:
-    y.sum().backward()
-finally:
+    y = layer(x)
+    if rank == 1:
+        os._exit(3)
     print("through forward", flush=True)
+    y.sum().backward()
+except RuntimeError as error:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)  # at a usual exit torch may abort while it ends its threads
 """
 
 
