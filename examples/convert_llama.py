@@ -45,7 +45,9 @@ def make(args: argparse.Namespace) -> tuple[Any, torch.optim.Optimizer, Any]:
         use_cache=False,
     )
     model = LlamaForCausalLM(config).bfloat16()
-    report = te_linear.convert(model, args.recipe, filter=lambda name, _: name != "lm_head")
+    report = te_linear.convert(
+        model, args.recipe, filter=lambda name, _: name != "lm_head", mode=args.mode
+    )
     return model, torch.optim.AdamW(model.parameters(), args.lr), report
 
 
@@ -86,6 +88,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--backend", default="inductor")
+    # the graph of a whole model: traced, Inductor takes minutes for it
+    parser.add_argument("--mode", default="opaque", choices=("traced", "opaque"))
     args = parser.parse_args()
     half = args.steps // 2
 

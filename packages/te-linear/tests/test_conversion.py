@@ -89,9 +89,17 @@ def test_converted_model_computes_what_layers_made_so_do() -> None:
     assert convert(model, RECIPE).kept == dict.fromkeys("02", "a te_linear.Linear already")
 
 
+def test_mode_is_that_of_the_layers() -> None:
+    model = Block()
+    convert(model, RECIPE, mode="opaque")
+    assert {m.mode for m in model.modules() if isinstance(m, Linear)} == {"opaque"}
+    with pytest.raises(UsageError, match="mode must be 'traced' or 'opaque', got 'other'"):
+        convert(Block(), RECIPE, mode="other")
+
+
 def test_dry_run_only_reports() -> None:
     model = Block()
-    report = convert(model, RECIPE, dry_run=True)
+    report = convert(model, RECIPE, mode="opaque", dry_run=True)
     assert report.converted == ("up", "down", "again", "head")
     assert not any(isinstance(module, Linear) for module in model.modules())
 

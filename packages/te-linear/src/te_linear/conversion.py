@@ -48,6 +48,7 @@ def convert(
     recipe: str | Recipe,
     *,
     filter: Callable[[str, nn.Linear], bool] | None = None,  # the word that torch and torchao use
+    mode: str = "traced",
     dry_run: bool = False,
 ) -> ConversionReport:
     """Swap each ``nn.Linear`` inside ``model`` for a :class:`te_linear.Linear`, in place.
@@ -60,6 +61,7 @@ def convert(
         model: any module; a module that is used at several places is swapped at all of them.
         recipe: name of an installed format, for its defaults, or a :class:`te_proto.Recipe`.
         filter: takes name and module and returns whether to swap it; all, if None.
+        mode: of the layers, ``"traced"`` or ``"opaque"``: see :func:`te_linear.linear`.
         dry_run: only report.
 
     Returns:
@@ -82,7 +84,7 @@ def convert(
     for name, module in model.named_modules(remove_duplicate=False):
         if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
             continue
-        found = made.get(module) or _layer_or_reason(name, module, chosen, filter)
+        found = made.get(module) or _layer_or_reason(name, module, chosen, filter, mode)
         if isinstance(found, str):
             kept[name] = found
         else:
@@ -99,6 +101,7 @@ def _layer_or_reason(
     module: nn.Module,
     recipe: Recipe,
     filter: Callable[[str, nn.Linear], bool] | None,
+    mode: str,
 ) -> Linear | str:
     """Return the layer that takes the module's place and shares all it holds, or why none does."""
     if not isinstance(module, nn.Linear):
@@ -109,7 +112,8 @@ def _layer_or_reason(
         return f"{type(module).__name__} is a subclass of nn.Linear, whose forward may differ"
     if filter is not None and not filter(name, module):
         return "filter"
-    layer = Linear(module.in_features, module.out_features, False, recipe=recipe, device="meta")
+    sizes = (module.in_features, module.out_features)
+    layer = Linear(*sizes, False, recipe=recipe, mode=mode, device="meta")
     buffers = {**layer._buffers, **module._buffers}
     hidden = layer._non_persistent_buffers_set | module._non_persistent_buffers_set
     layer.__dict__.update(vars(module), _buffers=buffers, _non_persistent_buffers_set=hidden)
