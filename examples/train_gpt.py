@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpt_model import LinearFactory
+    from gpt_bytes import LinearBytes
+    from gpt_model import GPT, LinearFactory
 
 # torch and all that needs it are imported once the arguments are known to be right
 
@@ -260,65 +261,87 @@ def check_compiler(options: Options) -> None:
             raise UserError(msg) from error
 
 
-def run(options: Options, text: bytes, formats: list[str]) -> int:
-    """Train and report; return the exit status.
+def make_models(
+    options: Options, formats: list[str]
+) -> tuple[dict[str, GPT], dict[str, LinearBytes]]:
+    """Return the model of the baseline and of each format, and the bytes each is planned to take.
+
+    All before the first is trained: a shape that a format cannot hold is found in seconds.
 
     Raises:
         UserError: a format cannot be loaded or cannot hold this model.
     """
     import functools
 
-    import torch
-    from gpt_bytes import measured_bytes, planned_bytes
-    from gpt_checks import faults, stated_distance
+    from gpt_bytes import planned_bytes
     from gpt_model import GPT, Bf16Linear
-    from gpt_report import BASELINE, Result, draw, tables
-    from gpt_training import Batches, train
+    from gpt_report import BASELINE
 
     import te_linear
     from te_proto.errors import TeError
 
-    torch.set_num_threads(options.threads)
-    shape = {"batch": options.batch, "context": options.context}
-    batches = Batches(text=text, steps=options.steps, seed=options.seed, **shape)
     factories: dict[str, LinearFactory] = {BASELINE: Bf16Linear}
     for name in formats:
         factories[name] = functools.partial(te_linear.Linear, recipe=name)
-    models: dict[str, GPT] = {}
-    planned = {}
+    models, planned = {}, {}
     size = {"layers": options.layers, "width": options.width, "context": options.context}
     try:
-        # all before the first is trained: a shape that a format cannot hold is found in seconds
         for name, factory in factories.items():
             models[name] = GPT(linear=factory, **size)
             models[name].initialize(options.seed)
-            planned[name] = planned_bytes(models[name], **shape)
+            planned[name] = planned_bytes(
+                models[name], batch=options.batch, context=options.context
+            )
     except TeError as error:
         raise UserError(str(error)) from error
+    return models, planned
 
+
+def run(options: Options, text: bytes, formats: list[str]) -> int:
+    """Train and report; return the exit status.
+
+    Raises:
+        UserError: a format cannot be loaded or cannot hold this model.
+    """
+    import torch
+    from gpt_bytes import measured_bytes
+    from gpt_checks import faults, stated_distance
+    from gpt_report import BASELINE, Result, draw, tables
+    from gpt_training import Batches, train
+
+    torch.set_num_threads(options.threads)
+    batches = Batches(
+        text=text,
+        steps=options.steps,
+        batch=options.batch,
+        context=options.context,
+        seed=options.seed,
+    )
+    models, planned = make_models(options, formats)
     parameters = sum(p.numel() for p in models[BASELINE].parameters())
     title = (
         f"GPT of {options.layers} layers, width {options.width}, {parameters:,} parameters; "
         f"{options.steps} steps of {options.batch} x {options.context} bytes"
     )
     print(f"{title} out of {len(text):,}", f"Formats: {', '.join(models)}", sep="\n", flush=True)
+    judged = formats if options.has_stated_distances else []
     results = []
     for name, model in models.items():
         measured = measured_bytes(model, *next(iter(batches)))
         training = train(name, model, batches, lr=options.lr, backend=options.backend)
-        judged = options.has_stated_distances and name != BASELINE
         results.append(
             Result(
                 name=name,
                 planned=planned[name],
                 measured=measured,
                 training=training,
-                stated=stated_distance(name) if judged else None,
+                stated=stated_distance(name) if name in judged else None,
             )
         )
     draw(results, title, options.out)
     print("", tables(results), "", f"Loss curves: {options.out}", sep="\n", flush=True)
-    for sentence in (wrong := faults(results)):
+    wrong = faults(results)
+    for sentence in wrong:
         print(f"train_gpt.py: FAILED: {sentence}", file=sys.stderr)
     return 1 if wrong else 0
 
