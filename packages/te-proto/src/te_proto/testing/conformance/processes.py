@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from te_proto import registry
+from te_proto.errors import QuantizerError, UnknownFormatError
 from te_proto.spec import PROTOCOL, FormatSpec
 from te_proto.storage import QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 from te_proto.testing.conformance.base import Kit
-from te_proto.testing.conformance.facts import assert_same_bytes, assert_same_facts
+from te_proto.testing.conformance.facts import assert_same_bytes, assert_same_facts, refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +70,41 @@ class ProcessConformance(Kit):
         for role in ("input", "weight", "grad_output"):
             quantizer = getattr(recipe, role)
             assert isinstance(quantizer, cls), f"{self.format_name}: {role} of {recipe}"
+
+    def test_package_resolves_its_names_on_access(self) -> None:
+        """Each public one, and no other."""
+        package = importlib.import_module(self.card().quantizer.partition(":")[0].partition(".")[0])
+        public = getattr(package, "__all__", ())
+        missing = [name for name in public if not hasattr(package, name)]
+        assert not missing, f"{package.__name__}: cannot resolve {missing}"
+        assert set(public) <= set(dir(package)), f"{package.__name__}: dir() hides names"
+        with pytest.raises(AttributeError, match="absent"):
+            package.absent  # noqa: B018
+
+    def test_recipe_refuses_what_it_does_not_know(self) -> None:
+        """Every choice that is a string has values, and the message names the format."""
+        make = registry.resolve(self.card().recipe)
+        for name, parameter in inspect.signature(make).parameters.items():
+            if isinstance(parameter.default, str):
+                found = refusal(lambda: make(**{name: "no such"}))  # noqa: B023
+                assert found, f"{self.format_name}: recipe takes {name}='no such'"
+                assert found.kind is QuantizerError, f"{self.format_name}: {name}: {found}"
+                for part in (f"{self.format_name}: ", "no such"):
+                    assert part.lower() in found.message.lower(), f"{name}: {found.message!r}"
+
+    def test_unknown_and_forbidden_formats_say_what_there_is(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The message lists what is installed, or names the variable that leaves it out."""
+        found = refusal(lambda: registry.describe("no_such_format"))
+        assert found, "no_such_format is described"
+        assert found.kind is UnknownFormatError, f"{found}"
+        assert self.format_name in found.message, f"{found.message!r}"
+        monkeypatch.setenv(registry.ALLOWED, "another, and_another")
+        assert self.format_name not in registry.available_formats()
+        found = refusal(lambda: registry.describe(self.format_name))
+        assert found, f"{self.format_name}: described though {registry.ALLOWED} leaves it out"
+        assert registry.ALLOWED in found.message, f"{found.message!r}"
 
     def test_is_listed_and_described_without_torch(self) -> None:
         """The price of a listing is metadata, and one torch-free module for the card."""
