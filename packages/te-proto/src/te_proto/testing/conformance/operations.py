@@ -161,6 +161,21 @@ class OperationConformance(Kit):
             other = proto.with_usage(columnwise=False)
             assert other.quantizer == case.quantizer.with_usage(columnwise=False), f"{case}"
 
+    def test_plain_prototype_is_a_plain_tensor(self) -> None:
+        """What a format's op returns beside its tensors is described in the same way."""
+        case = self.fixed()[0]
+        proto = case.proto(requires_grad=True).replace(quantizer=None)
+        made = proto.create_tensor()
+        assert to_tensor_proto(made) == proto, f"{case}: plain"
+        assert proto.inner_names() == ("data",), f"{case}: plain: {proto.inner_names()}"
+        assert proto.nbytes == made.nbytes, f"{case}: plain: {proto.nbytes} bytes"
+        found = refusal(lambda: proto.assemble([made.detach().double()]))
+        assert found, f"{case}: plain data of another dtype is assembled"
+        assert found.kind is LayoutError, f"{case}: {found}"
+        found = refusal(lambda: proto.with_usage(rowwise=False))
+        assert found, f"{case}: a plain prototype has usages"
+        assert found.kind is UsageError, f"{case}: {found}"
+
     # -- custom ops -------------------------------------------------------------------------------
 
     def test_custom_ops_take_and_return_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +210,34 @@ class OperationConformance(Kit):
         assert found.kind is UsageError, f"{case}: {found}"
         with pytest.raises(TypeError, match="an op takes tensors, quantizers"):
             through(case.input(), case.quantizer, object(), (2, 3), torch.float32, 0.5)
+
+    def test_op_that_returns_something_else_is_caught(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of each result the number, class, shape, dtype, layout, strides and memory."""
+        monkeypatch.setenv("TE_PROTO_CHECK", "1")
+        case = self.fixed(internal=(False,))[0]
+        made, x = self.quantize(case.quantizer, case.input()), case.input()
+        other = self.quantize(case.quantizer, torch.cat([x, x]))
+        lies: dict[str, tuple[Any, str]] = {
+            "one result more": ((made, x.clone(), x.clone()), "describes 2 results"),
+            "no tensor": (("made", x.clone()), "described as a tensor, got a str"),
+            "another shape": ((other, x.clone()), "shape of result 0"),
+            "another dtype": ((made, x.double()), "dtype of result 1"),
+            "another quantizer": ((made.dequantize(), x.clone()), "quantizer of result 0"),
+            "bare storage": (
+                (case.quantizer.replace(internal=True).quantize(x), x.clone()),
+                "quantizer of result 0",
+            ),
+            "other strides": ((made, x.t().contiguous().t()), "strides"),
+            "its argument": ((made, x), "shares the memory"),
+        }
+        for what, (returned, part) in lies.items():
+            monkeypatch.setitem(_RETURNED, self.format_name, returned)
+            found = refusal(lambda: _liar(self.format_name)(x, case.quantizer))
+            assert found, f"{case}: an op that returns {what} is not caught"
+            assert found.kind is LayoutError, f"{case}: {what}: {found}"
+            assert part in found.message, f"{case}: {what}: {found.message!r}"
 
     # -- products ---------------------------------------------------------------------------------
 
@@ -240,6 +283,23 @@ class OperationConformance(Kit):
     def _values(self, case: Case) -> Tensor:
         g = torch.Generator().manual_seed(7)
         return torch.rand(case.shape, generator=g).to(case.dtype)
+
+
+_RETURNED: dict[str, Any] = {}
+
+
+@functools.cache
+def _liar(name: str) -> CustomOp:
+    """Return an op that says one thing of its results and returns another."""
+
+    @custom_op(
+        f"te_conformance_{name}::liar",
+        outputs=lambda x, q: (x.replace(quantizer=q), x.replace(requires_grad=False)),
+    )
+    def liar(x: Any, q: Any) -> Any:
+        return _RETURNED[name]
+
+    return liar
 
 
 @functools.cache

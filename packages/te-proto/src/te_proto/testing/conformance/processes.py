@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from te_proto import registry
-from te_proto.errors import QuantizerError, UnknownFormatError
+from te_proto.errors import PluginError, QuantizerError, UnknownFormatError
 from te_proto.spec import PROTOCOL, FormatSpec
 from te_proto.storage import QuantizedStorage
 from te_proto.tensor import QuantizedTensor
@@ -105,6 +105,51 @@ class ProcessConformance(Kit):
         found = refusal(lambda: registry.describe(self.format_name))
         assert found, f"{self.format_name}: described though {registry.ALLOWED} leaves it out"
         assert registry.ALLOWED in found.message, f"{found.message!r}"
+
+    def test_broken_neighbour_hides_no_format(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each broken plugin is listed, and its fault is raised for those who ask for it."""
+        card = (
+            "from te_proto.spec import FormatSpec\n"
+            "FORMAT = FormatSpec(name={name!r}, distribution='te-broken', protocol={protocol},\n"
+            "    summary='', elements=(), scale='', block=(1, 1), quantizer={quantizer!r},\n"
+            "    tensor='', storage='', recipe='')\n"
+        )
+        fields = {"protocol": PROTOCOL, "quantizer": "te_broken_absent:Quantizer"}
+        faults = {
+            "absent": (None, "cannot be imported"),
+            "crashes": ("1 / 0", "ZeroDivisionError"),
+            "no_card": ("FORMAT = 1", "must be a te_proto.FormatSpec, got int"),
+            "older": (card.format(**fields | {"name": "older", "protocol": 0}), "protocol 0"),
+            "renamed": (card.format(**fields | {"name": "else"}), "the name of its entry point"),
+            "empty": (card.format(**fields | {"name": "empty"}), "cannot load its quantizer"),
+        }
+        for copy in ("one", "two"):
+            names = ["twice", *(faults if copy == "one" else ())]
+            info = tmp_path / f"te_broken_{copy}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: te-broken-{copy}\n")
+            lines = [f"{name} = te_broken_{name}:FORMAT" for name in names]
+            (info / "entry_points.txt").write_text("\n".join(["[te_proto.formats]", *lines]))
+        for name, (source, _) in faults.items():
+            if source is not None:
+                (tmp_path / f"te_broken_{name}.py").write_text(source)
+        try:
+            with monkeypatch.context() as patch:
+                patch.syspath_prepend(tmp_path)
+                registry.clear_cache()
+                listed = registry.available_formats()
+                assert {self.format_name, "twice", *faults} <= set(listed), f"{listed}"
+                assert registry.describe(self.format_name).name == self.format_name
+                expected = {name: part for name, (_, part) in faults.items()}
+                for name, part in (expected | {"twice": "te-broken-two"}).items():
+                    found = refusal(lambda: registry.get_quantizer(name))  # noqa: B023
+                    assert found, f"the broken format {name} is loaded"
+                    assert found.kind is PluginError, f"{name}: {found}"
+                    assert part in found.message, f"{name}: no {part!r} in {found.message!r}"
+        finally:
+            registry.clear_cache()
 
     def test_is_listed_and_described_without_torch(self) -> None:
         """The price of a listing is metadata, and one torch-free module for the card."""
