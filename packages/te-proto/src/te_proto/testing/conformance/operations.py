@@ -143,6 +143,35 @@ class OperationConformance(Kit):
             known = keys.setdefault(key, str(made.quantizer))
             assert known == str(made.quantizer), f"{case}: has the key of {known}"
 
+    def test_ops_that_find_no_quantized_form_are_plain(self) -> None:
+        """Other dtypes and shapes that the format cannot hold; memory that is not pinned."""
+
+        def check(case: Case) -> None:
+            made = self.quantize(case.quantizer, case.input())
+            plain = {
+                "to(int32)": (lambda: made.to(torch.int32), torch.int32),
+                "empty_like(int32)": (
+                    lambda: torch.empty_like(made, dtype=torch.int32),
+                    torch.int32,
+                ),
+            }
+            rows, columns = case.quantizer.alignment()
+            shape = (rows + 1, columns + 1)
+            if refusal(lambda: case.quantizer.check_shape(shape)):
+                plain["new_empty"] = (lambda: made.new_empty(shape), case.dtype)
+            for what, (call, dtype) in plain.items():
+                with fallback("allow"):
+                    found = call()
+                assert type(found) is torch.Tensor, f"{case}: {what}: {type(found).__name__}"
+                assert found.dtype == dtype, f"{case}: {what}: {found.dtype}"
+            assert not made.is_pinned(), f"{case}: is pinned"
+            with pytest.raises(ShapeError, match="each of the 2 axes once"):
+                made.permute(0, 0)
+
+        for case in self.fixed(internal=(False,)):
+            with named(case):
+                check(case)
+
     # -- prototypes -------------------------------------------------------------------------------
 
     def test_assembling_other_buffers_is_refused(self) -> None:
@@ -208,8 +237,15 @@ class OperationConformance(Kit):
         found = refusal(lambda: through(made, *arguments))
         assert found, f"{case}: an op takes a quantized tensor that requires grad"
         assert found.kind is UsageError, f"{case}: {found}"
+        x = case.input()
         with pytest.raises(TypeError, match="an op takes tensors, quantizers"):
-            through(case.input(), case.quantizer, object(), (2, 3), torch.float32, 0.5)
+            through(x, case.quantizer, object(), (2, 3), torch.float32, 0.5)
+        with pytest.raises(TypeError, match="takes the arguments"):
+            through(x, case.quantizer)
+        with pytest.raises(TypeError, match="an op either has outputs"):
+            custom_op(f"te_conformance_{self.format_name}::neither")
+        with pytest.raises(TypeError, match="mutates names"):
+            custom_op(f"te_conformance_{self.format_name}::no", mutates=("y",))(lambda x: None)
 
     def test_op_that_returns_something_else_is_caught(
         self, monkeypatch: pytest.MonkeyPatch
