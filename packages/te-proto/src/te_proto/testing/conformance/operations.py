@@ -321,6 +321,7 @@ class OperationConformance(Kit):
         return torch.rand(case.shape, generator=g).to(case.dtype)
 
 
+_CPU = torch.device("cpu")
 _RETURNED: dict[str, Any] = {}
 
 
@@ -342,13 +343,22 @@ def _liar(name: str) -> CustomOp:
 def _ops(name: str) -> tuple[CustomOp, CustomOp]:
     """Return ops of somebody who knows nothing of the format, once a format."""
 
-    def outputs(x: Any, q: Any, extra: Any, sizes: Any, dtype: Any, factor: Any) -> Any:
+    def outputs(x: Any, q: Any, extra: Any, sizes: Any, dtype: Any, factor: Any, *rest: Any) -> Any:
         plain = TensorProto(shape=x.shape, dtype=dtype, device=x.device)
         return plain, x.replace(quantizer=q, requires_grad=False)
 
     @custom_op(f"te_conformance_{name}::through", outputs=outputs)
-    def through(x: Any, q: Any, extra: Any, sizes: Any, dtype: Any, factor: Any) -> Any:
-        assert (extra, sizes) == (None, (2, 3))
+    def through(
+        x: Any,
+        q: Any,
+        extra: Any,
+        sizes: Any,
+        dtype: Any,
+        factor: Any,
+        count: Any = 3,
+        device: Any = _CPU,
+    ) -> Any:
+        assert (extra, sizes, count, device) == (None, (2, 3), 3, _CPU)
         made = q.quantize(x)
         return made.dequantize(dtype), made
 
@@ -357,7 +367,7 @@ def _ops(name: str) -> tuple[CustomOp, CustomOp]:
         assert to_tensor_proto(output[1]).quantizer == inputs[1].at_rest()
 
     def backward(ctx: Any, grad: Tensor, of_quantized: None) -> Any:
-        return (grad * ctx.factor).to(ctx.dtype), None, None, None, None, None
+        return (grad * ctx.factor).to(ctx.dtype), *(None,) * 7
 
     through.register_autograd(backward, setup_context=setup)
 
