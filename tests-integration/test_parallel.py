@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +23,7 @@ import te_proto
 from te_linear import Linear, execute
 from te_proto import Recipe
 from te_proto.storage import QuantizedStorage
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from te_proto.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch is built without distributed"
@@ -273,46 +269,22 @@ def attempt(me: Rank, case: str) -> str:
     return ""
 
 
-def main(rank: int, size: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    me = Rank(rank, size, dist.group.WORLD.group_name)
-    results = {}
-    for case in CASES[size]:
-        results[case] = attempt(me, case)
-    dist.barrier()
-    dist.destroy_process_group()
-    print(json.dumps(results))
+def main(rank: int, size: int, group: str) -> None:
+    me = Rank(rank, size, group)
+    print(json.dumps({case: attempt(me, case) for case in CASES[size]}))
 
 
 # -- what is tested -------------------------------------------------------------------------------
 
 
-def start(script: list[str], size: int, store: Path) -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [sys.executable, *script, str(rank), str(size), str(store)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-
 def outcome(size: int, folder: Path) -> list[dict[str, str]]:
-    processes = start([__file__], size, folder / "store")
-    results = []
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=300)
-        finally:
-            process.kill()
-        assert process.returncode == 0, err
-        results.append(json.loads(out.splitlines()[-1]))
-    return results
+    program = (
+        "import sys; sys.path.insert(0, *arguments); import test_parallel; "
+        "test_parallel.main(rank, size, group)"
+    )
+    ended = run_ranks(program, folder, str(Path(__file__).parent), size=size)
+    assert [rank.code for rank in ended] == [0] * size, [rank.err for rank in ended]
+    return [json.loads(rank.out.splitlines()[-1]) for rank in ended]
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +305,3 @@ def test_two_ranks(case: str, two: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize("case", CASES[4])
 def test_four_ranks(case: str, four: list[dict[str, str]]) -> None:
     assert [results[case] for results in four] == [""] * 4
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

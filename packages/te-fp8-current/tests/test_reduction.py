@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,16 @@ import torch
 from te_fp8_current import Float8CurrentScalingQuantizer as Quantizer
 from te_proto import TensorProto, custom_op, to_tensor_proto
 from te_proto.errors import LayoutError, UsageError
+from te_proto.testing import run_ranks
 
 NEEDS_GROUP = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch is built without distributed"
 )
 
 PROGRAM = """
-import sys, torch, torch.distributed as dist
+import torch
 from te_fp8_current import Float8CurrentScalingQuantizer, reference
 from te_proto.testing import assert_same_bits, count_compiles
-
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
-group = dist.group.WORLD.group_name
 
 def inputs(m, ranks=(0, 1)):
     made = [torch.randn(m, 24, generator=torch.Generator().manual_seed(r)) for r in ranks]
@@ -77,26 +71,14 @@ with count_compiles() as counted:
         q = compiled(both[rank])
         check(q, expected(both[rank], torch.cat(both).abs().amax().reshape(1), quantizer))
 assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0), counted
-dist.destroy_process_group()
 print("done")
 """
 
 
 @NEEDS_GROUP
 def test_scale_is_that_of_the_larger_of_two_processes(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    for rank in ranks:
-        out, err = rank.communicate(timeout=300)
-        assert (rank.returncode, out.strip()) == (0, "done"), err
+    for rank in run_ranks(PROGRAM, tmp_path):
+        assert (rank.code, rank.out) == (0, "done\n"), rank.err
 
 
 REDUCING = Quantizer(with_amax_reduction=True)

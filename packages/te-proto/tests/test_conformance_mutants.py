@@ -130,6 +130,7 @@ MUTANTS = [
     Mutant(M.MovesBuffers, "copy_in_place_writes_every_plane", "a buffer moved"),
     Mutant(M.AnyNoop, "noop_is_exactly_one", "noop=2.0"),
     Mutant(M.OtherInGraphs, "static_graph_returns_the_tensor_of_eager", "static: "),
+    Mutant(M.OtherInGraphs, "form_in_graphs_has_the_bytes_of_the_eager_one", "form for graphs"),
     Mutant(M.GuardsOnSizes, "prototype_makes_its_tensor_in_a_graph", "expected one graph"),
     Mutant(M.ZeroByZero, "zeros_are_zero", "rowwise_scale_inv is not finite"),
     Mutant(M.OverflowingReciprocal, "denormals_are_finite_and_near_or_flushed", "neither within"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from te_proto.testing.interpreter import cpu_launches_interpreted
     from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
+    from te_proto.testing.ranks import run_ranks
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -47,6 +48,7 @@ else:
             "hostile": "compare",
             "load_golden": "golden",
             "poisoned_allocations": "poison",
+            "run_ranks": "ranks",
         },
     )
 
@@ -65,4 +67,5 @@ __all__ = [
     "hostile",
     "load_golden",
     "poisoned_allocations",
+    "run_ranks",
 ]

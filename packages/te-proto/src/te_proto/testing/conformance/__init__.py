@@ -22,6 +22,7 @@ from te_proto.testing.conformance.copies import CopyConformance
 from te_proto.testing.conformance.flatten import FlattenConformance
 from te_proto.testing.conformance.inputs import InputConformance
 from te_proto.testing.conformance.kernels import KernelConformance
+from te_proto.testing.conformance.operations import OperationConformance
 from te_proto.testing.conformance.processes import ProcessConformance
 from te_proto.testing.conformance.prototypes import PrototypeConformance
 from te_proto.testing.conformance.quantizers import QuantizerConformance
@@ -39,6 +40,7 @@ class FormatConformance(
     ValueConformance,
     ViewConformance,
     CopyConformance,
+    OperationConformance,
     KernelConformance,
     CompileConformance,
     ProcessConformance,

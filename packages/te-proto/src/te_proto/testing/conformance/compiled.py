@@ -8,12 +8,14 @@ is specialized on every size that is 1 when it is traced.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from te_proto.testing import _profile
 from te_proto.testing.compiles import CompileCounts, count_compiles
-from te_proto.testing.conformance.base import Case, Kit
+from te_proto.testing.conformance.base import Case, Kit, call_arguments
+from te_proto.testing.conformance.draws import cases
 from te_proto.testing.facts import assert_same_bytes, assert_same_facts
 from te_proto.testing.poison import poisoned_allocations
 
@@ -120,6 +122,27 @@ class CompileConformance(Kit):
                         seen = counts.graphs
             assert counts.graphs == seen <= 2, f"input of a graph: {first}: {counts}"
             assert counts.breaks == 0, f"input of a graph: {first}: {counts}"
+
+    def test_form_in_graphs_has_the_bytes_of_the_eager_one(self) -> None:
+        """Where a format computes in another way while it is traced, that way is run eagerly.
+
+        So it meets many more shapes and values than graphs could be compiled for.
+        """
+
+        def check(case: Case) -> None:
+            q, x = case.quantizer, case.input(nonfinite=self.nonfinite)
+            with call_arguments(q, x.device) as call:
+                expected = q.quantize_impl(x, **call)
+                with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+                    found = q.quantize_impl(x, **call)
+            assert_same_bytes(found, expected, f"in the form for graphs: {case}")
+            held = self.quantize(q, x).quantizer
+            plain = held.dequantize_impl(expected, case.shape, torch.float32)
+            with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+                back = held.dequantize_impl(expected, case.shape, torch.float32)
+            assert_same_bytes(_one_nan(back), _one_nan(plain), f"in the form for graphs: {case}")
+
+        self.explore(check, cases(self, internal=(True,)), self.fixed(internal=(True,)))
 
     # -- static -----------------------------------------------------------------------------------
 
@@ -249,6 +272,10 @@ class CompileConformance(Kit):
         found = [case for case in sized if case]
         assert len(found) == len(STEPS), f"{first}: refuses other numbers of rows"
         return found
+
+
+def _one_nan(values: Tensor) -> Tensor:
+    return torch.where(values.isnan(), torch.nan, values)
 
 
 def _rng() -> Tensor:

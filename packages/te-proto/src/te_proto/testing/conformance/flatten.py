@@ -77,9 +77,10 @@ class FlattenConformance(Kit):
                 "another dtype": held | {name: first.to(torch.float64)},
                 "another shape": held | {name: first.new_empty(3, 5, 7, 11)},
                 "gaps": held | {name: _with_gaps(first)},
+                "two devices": held | {name: first.to("meta")},
             }
             if len(held) == 1:
-                del wrong["another order"]
+                del wrong["another order"], wrong["two devices"]
             for what, inner in wrong.items():
                 found = refusal(lambda: context.build(inner, case.shape))  # noqa: B023
                 assert found, f"{case}: inner tensors of {what} are taken"

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from te_proto import registry
+from te_proto.errors import PluginError, QuantizerError, UnknownFormatError
 from te_proto.spec import PROTOCOL, FormatSpec
 from te_proto.storage import QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 from te_proto.testing.conformance.base import Kit
-from te_proto.testing.facts import assert_same_bytes, assert_same_facts
+from te_proto.testing.facts import assert_same_bytes, assert_same_facts, refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +70,86 @@ class ProcessConformance(Kit):
         for role in ("input", "weight", "grad_output"):
             quantizer = getattr(recipe, role)
             assert isinstance(quantizer, cls), f"{self.format_name}: {role} of {recipe}"
+
+    def test_package_resolves_its_names_on_access(self) -> None:
+        """Each public one, and no other."""
+        package = importlib.import_module(self.card().quantizer.partition(":")[0].partition(".")[0])
+        public = getattr(package, "__all__", ())
+        missing = [name for name in public if not hasattr(package, name)]
+        assert not missing, f"{package.__name__}: cannot resolve {missing}"
+        assert set(public) <= set(dir(package)), f"{package.__name__}: dir() hides names"
+        with pytest.raises(AttributeError, match="absent"):
+            package.absent  # noqa: B018
+
+    def test_recipe_refuses_what_it_does_not_know(self) -> None:
+        """Every choice that is a string has values, and the message names the format."""
+        make = registry.resolve(self.card().recipe)
+        for name, parameter in inspect.signature(make).parameters.items():
+            if isinstance(parameter.default, str):
+                found = refusal(lambda: make(**{name: "no such"}))  # noqa: B023
+                assert found, f"{self.format_name}: recipe takes {name}='no such'"
+                assert found.kind is QuantizerError, f"{self.format_name}: {name}: {found}"
+                for part in (f"{self.format_name}: ", "no such"):
+                    assert part.lower() in found.message.lower(), f"{name}: {found.message!r}"
+
+    def test_unknown_and_forbidden_formats_say_what_there_is(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The message lists what is installed, or names the variable that leaves it out."""
+        found = refusal(lambda: registry.describe("no_such_format"))
+        assert found, "no_such_format is described"
+        assert found.kind is UnknownFormatError, f"{found}"
+        assert self.format_name in found.message, f"{found.message!r}"
+        monkeypatch.setenv(registry.ALLOWED, "another, and_another")
+        assert self.format_name not in registry.available_formats()
+        found = refusal(lambda: registry.describe(self.format_name))
+        assert found, f"{self.format_name}: described though {registry.ALLOWED} leaves it out"
+        assert registry.ALLOWED in found.message, f"{found.message!r}"
+
+    def test_broken_neighbour_hides_no_format(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each broken plugin is listed, and its fault is raised for those who ask for it."""
+        card = (
+            "from te_proto.spec import FormatSpec\n"
+            "FORMAT = FormatSpec(name={name!r}, distribution='te-broken', protocol={protocol},\n"
+            "    summary='', elements=(), scale='', block=(1, 1), quantizer={quantizer!r},\n"
+            "    tensor='', storage='', recipe='')\n"
+        )
+        fields = {"protocol": PROTOCOL, "quantizer": "te_broken_absent:Quantizer"}
+        faults = {
+            "absent": (None, "cannot be imported"),
+            "crashes": ("1 / 0", "ZeroDivisionError"),
+            "no_card": ("FORMAT = 1", "must be a te_proto.FormatSpec, got int"),
+            "older": (card.format(**fields | {"name": "older", "protocol": 0}), "protocol 0"),
+            "renamed": (card.format(**fields | {"name": "else"}), "the name of its entry point"),
+            "empty": (card.format(**fields | {"name": "empty"}), "cannot load its quantizer"),
+        }
+        for copy in ("one", "two"):
+            names = ["twice", *(faults if copy == "one" else ())]
+            info = tmp_path / f"te_broken_{copy}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: te-broken-{copy}\n")
+            lines = [f"{name} = te_broken_{name}:FORMAT" for name in names]
+            (info / "entry_points.txt").write_text("\n".join(["[te_proto.formats]", *lines]))
+        for name, (source, _) in faults.items():
+            if source is not None:
+                (tmp_path / f"te_broken_{name}.py").write_text(source)
+        try:
+            with monkeypatch.context() as patch:
+                patch.syspath_prepend(tmp_path)
+                registry.clear_cache()
+                listed = registry.available_formats()
+                assert {self.format_name, "twice", *faults} <= set(listed), f"{listed}"
+                assert registry.describe(self.format_name).name == self.format_name
+                expected = {name: part for name, (_, part) in faults.items()}
+                for name, part in (expected | {"twice": "te-broken-two"}).items():
+                    found = refusal(lambda: registry.get_quantizer(name))  # noqa: B023
+                    assert found, f"the broken format {name} is loaded"
+                    assert found.kind is PluginError, f"{name}: {found}"
+                    assert part in found.message, f"{name}: no {part!r} in {found.message!r}"
+        finally:
+            registry.clear_cache()
 
     def test_is_listed_and_described_without_torch(self) -> None:
         """The price of a listing is metadata, and one torch-free module for the card."""

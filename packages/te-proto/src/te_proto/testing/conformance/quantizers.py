@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,24 @@ class QuantizerConformance(Kit):
         members = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items()}
         static = [n for n, v in members.items() if isinstance(v, staticmethod) and n[:2] != "__"]
         assert static == [], f"{cls.__name__}: static methods {static}"
+
+    def test_state_of_another_version_is_refused_by_name(self) -> None:
+        """An option that the class does not have, and a value that an option does not have."""
+        for quantizer in self.starts():
+            cls, state = type(quantizer), quantizer.state()
+            wrong = {"no_such_option": state | {"no_such_option": True}}
+            for name, kind in cls._field_types().items():
+                if issubclass(kind, enum.Enum):
+                    wrong[name] = state | {name: "NO_SUCH_VALUE"}
+            for name, other in wrong.items():
+                found = refusal(lambda: cls.from_state(other))  # noqa: B023
+                assert found, f"{cls.__name__}: from_state takes {other}"
+                assert found.kind is QuantizerError, f"{cls.__name__}: {found}"
+                for part in (f"{self.format_name}: ", name, "install the version"):
+                    assert part in found.message, f"{cls.__name__}: {found.message!r}"
+            older = {"rowwise": False}  # what it lacks takes its default
+            expected = cls().replace(**older)
+            assert cls.from_state(older) == expected, f"{cls.__name__}: of {older}"
 
     # -- use --------------------------------------------------------------------------------------
 
