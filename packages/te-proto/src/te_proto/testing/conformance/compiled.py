@@ -7,11 +7,13 @@ is specialized on every size that is 1 when it is traced.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
+from te_proto.numerics import loops
 from te_proto.testing import _profile
 from te_proto.testing.compiles import CompileCounts, count_compiles
 from te_proto.testing.conformance.base import Case, Kit, call_arguments
@@ -20,6 +22,8 @@ from te_proto.testing.facts import assert_same_bytes, assert_same_facts
 from te_proto.testing.poison import poisoned_allocations
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from te_proto.quantizer import Quantizer
@@ -133,14 +137,15 @@ class CompileConformance(Kit):
             q, x = case.quantizer, case.input(nonfinite=self.nonfinite)
             with call_arguments(q, x.device) as call:
                 expected = q.quantize_impl(x, **call)
-                with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-                    found = q.quantize_impl(x, **call)
-            assert_same_bytes(found, expected, f"in the form for graphs: {case}")
-            held = self.quantize(q, x).quantizer
-            plain = held.dequantize_impl(expected, case.shape, torch.float32)
-            with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-                back = held.dequantize_impl(expected, case.shape, torch.float32)
-            assert_same_bytes(_one_nan(back), _one_nan(plain), f"in the form for graphs: {case}")
+                held = self.quantize(q, x).quantizer
+                plain = held.dequantize_impl(expected, case.shape, torch.float32)
+                for avx512 in (True, False):  # float8 casts, or integers
+                    with _as_in_graphs(avx512):
+                        found = q.quantize_impl(x, **call)
+                        back = held.dequantize_impl(expected, case.shape, torch.float32)
+                    what = f"in the form for graphs, {avx512=}: {case}"
+                    assert_same_bytes(found, expected, what)
+                    assert_same_bytes(_one_nan(back), _one_nan(plain), what)
 
         self.explore(check, cases(self, internal=(True,)), self.fixed(internal=(True,)))
 
@@ -272,6 +277,15 @@ class CompileConformance(Kit):
         found = [case for case in sized if case]
         assert len(found) == len(STEPS), f"{first}: refuses other numbers of rows"
         return found
+
+
+@contextmanager
+def _as_in_graphs(avx512: bool) -> Iterator[None]:
+    with (
+        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+        mock.patch.object(loops, "_AVX512", avx512),
+    ):
+        yield
 
 
 def _one_nan(values: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
 from te_proto.custom_ops import CustomOp, custom_op
 from te_proto.errors import DeviceError, DtypeError, LayoutError, ShapeError, UsageError
 from te_proto.layout import INPUT_DTYPES
+from te_proto.numerics import decode_e2m1, unpack_e2m1, unswizzle
 from te_proto.proto import TensorProto, to_tensor_proto
 from te_proto.tensor import FallbackWarning, fallback
 from te_proto.testing.conformance.base import Case, Kit, named
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from te_proto.gemm import GemmOperand
 
 
 class OperationConformance(Kit):
@@ -278,21 +282,26 @@ class OperationConformance(Kit):
     # -- products ---------------------------------------------------------------------------------
 
     def test_operand_of_a_product_stands_for_the_values(self) -> None:
-        """Codes and scale as a GEMM takes them, where the format has them in one scale."""
+        """Codes and scales as a GEMM takes them, blocks along the summed axis."""
 
         def check(case: Case) -> None:
             made = self.quantize(case.quantizer, self._values(case))
-            for columnwise in (False, True):
-                name = "columnwise" if columnwise else "rowwise"
-                operand = made.gemm_operand(columnwise=columnwise)
-                if operand is None or operand.scale.numel() != 1:
+            planes = self.planes(made)
+            for name, values in planes.items():
+                operand = made.gemm_operand(columnwise=name == "columnwise")
+                if operand is None:
                     continue
-                matrix = made.dequantize(torch.float32).reshape(-1, case.shape[-1])
-                expected = matrix.t() if columnwise else matrix
-                assert operand.data.shape == expected.shape, f"{case}: {name}: {operand.data.shape}"
-                values = operand.data.float() * operand.scale
-                worst = float((values - expected).abs().max())
-                assert worst <= 2**-20, f"{case}: {name} operand is off by {worst}"
+                matrix = values.reshape(-1, case.shape[-1]).double()
+                expected = matrix.t() if name == "columnwise" else matrix
+                found = _operand_values(operand)
+                assert found.shape == expected.shape, f"{case}: {name}: {tuple(found.shape)}"
+                if operand.transform is None:
+                    worst = float((found - expected).abs().max())
+                    assert worst <= 2**-20, f"{case}: {name} operand is off by {worst}"
+                # a transform is gone from the product of two
+                pairs = zip(found @ found.t(), expected @ expected.t(), strict=True)
+                worst = max(float((a - b).abs().max()) for a, b in pairs)
+                assert worst <= 2**-20 * found.shape[1], f"{case}: {name} product is off by {worst}"
 
         self.explore(check, None, self.fixed())
 
@@ -319,6 +328,32 @@ class OperationConformance(Kit):
     def _values(self, case: Case) -> Tensor:
         g = torch.Generator().manual_seed(7)
         return torch.rand(case.shape, generator=g).to(case.dtype)
+
+
+_BLOCKS = {
+    ScalingType.BlockWise1x16: (1, 16),
+    ScalingType.BlockWise1x32: (1, 32),
+    ScalingType.BlockWise1x128: (1, 128),
+    ScalingType.BlockWise128x128: (128, 128),
+}
+
+
+def _operand_values(operand: GemmOperand) -> Tensor:
+    """Return what the operand of a product stands for, ``[rows, summed]`` in float64."""
+    if operand.data.dtype == torch.float4_e2m1fn_x2:
+        values = decode_e2m1(unpack_e2m1(operand.data.view(torch.uint8))).double()
+    else:
+        values = operand.data.double()
+    if operand.factor is not None:
+        values = values * operand.factor.double()
+    if operand.scaling == ScalingType.TensorWise:
+        return values * operand.scale.double()
+    rows, columns = _BLOCKS[operand.scaling]
+    scale = operand.scale
+    if operand.swizzle == SwizzleType.SWIZZLE_32_4_4:
+        scale = unswizzle(scale.view(torch.uint8)).view(scale.dtype)
+    spread = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return values * spread[: values.shape[0], : values.shape[1]]
 
 
 _CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from torch._library.opaque_object import is_opaque_value_type
 
 from te_proto.errors import DtypeError, LayoutError, QuantizerError, ShapeError, UsageError
-from te_proto.testing.conformance.base import Case, Kit
+from te_proto.testing.conformance.base import Case, Kit, call_arguments
 from te_proto.testing.conformance.draws import cases, choices
 from te_proto.testing.facts import (
     assert_same_bytes,
@@ -267,9 +267,16 @@ class QuantizerConformance(Kit):
                 assert part in found.message, f"{case}: {what}: no {part!r} in {found.message!r}"
 
     def test_missing_call_argument_is_asked_for(self) -> None:
-        """A quantizer that needs a group or a seed says so."""
+        """A quantizer that needs a group or a seed says so, and names a group that is not there."""
         for quantizer in self.variants():
             x = torch.zeros(self.shape_for(quantizer), dtype=torch.bfloat16)
+            if "group" in quantizer.call_arguments():
+                with call_arguments(quantizer, x.device) as call:
+                    found = refusal(lambda: quantizer.quantize(x, **call | {"group": "absent"}))  # noqa: B023
+                assert found, f"{quantizer}: quantizes over a group that is not there"
+                assert found.kind is UsageError, f"{quantizer}: {found}"
+                for part in ("group must be the c10d name", "got 'absent'"):
+                    assert part in found.message, f"{quantizer}: {found.message!r}"
             for name in quantizer.call_arguments():
                 found = refusal(lambda: quantizer.quantize(x))  # noqa: B023
                 assert found, f"{quantizer}: quantizes without {name}"
