@@ -11,11 +11,14 @@ import math
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
 from te_mxfp8.layout import BLOCK
 from te_mxfp8.reference import compact_scale, store_scale
 from te_proto.blocks import matrix_shape
 from te_proto.errors import ShapeError
+from te_proto.gemm import GemmOperand
+from te_proto.numerics import element_format
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
@@ -115,6 +118,27 @@ class MXFP8Storage(QuantizedStorage):
                 compact = self._compact(scale, columnwise=not columnwise)
                 inner[f"{plane}_scale_inv"] = self._store(compact.t(), columnwise=columnwise)
         return quantizer, inner
+
+    def gemm_operand(self, *, columnwise: bool) -> GemmOperand | None:
+        """Return one plane as a matrix whose last axis is summed, read in place; see the base."""
+        data = self.columnwise_data if columnwise else self.rowwise_data
+        scale = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
+        if data is None or scale is None:
+            return None
+        kind = element_format(self.quantizer.dtype).torch_dtype
+        assert kind is not None  # check_options allows eight-bit formats alone
+        codes = data.reshape(matrix_shape(self.shape)).view(getattr(torch, kind))
+        scale = scale.view(torch.float8_e8m0fnu)
+        swizzled = self.quantizer.optimize_for_gemm
+        if columnwise:
+            # a swizzled one is in the order of its transpose already
+            codes, scale = codes.t(), scale.view(scale.shape[::-1]) if swizzled else scale.t()
+        return GemmOperand(
+            codes,
+            scale,
+            ScalingType.BlockWise1x32,
+            SwizzleType.SWIZZLE_32_4_4 if swizzled else SwizzleType.NO_SWIZZLE,
+        )
 
     # -- helpers ----------------------------------------------------------------------------------
 
