@@ -12,11 +12,14 @@ import math
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
+from torch.nn.functional import ScalingType
 
 from te_fp8_block import ops
 from te_fp8_block.layout import BLOCK, matrix_shape, transposed
 from te_fp8_block.reference import block_of, columnwise_scale, compact_scale, store_scale
 from te_proto.errors import ShapeError, UsageError
+from te_proto.gemm import GemmOperand
+from te_proto.numerics import element_format
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
@@ -160,6 +163,21 @@ class Float8BlockwiseStorage(QuantizedStorage):
             for kind in ("data", "scale_inv")
             if f"{other[plane]}_{kind}" in held
         }
+
+    def gemm_operand(self, *, columnwise: bool) -> GemmOperand | None:
+        """Return one plane as a matrix whose last axis is summed, read in place; see the base."""
+        data = self.columnwise_data if columnwise else self.rowwise_data
+        scale = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
+        if data is None or scale is None:
+            return None
+        m, k = matrix_shape(self.shape)
+        rows, summed = (k, m) if columnwise else (m, k)
+        kind = element_format(self.quantizer.dtype).torch_dtype
+        assert kind is not None  # check_options allows eight-bit formats alone
+        codes = data.reshape(rows, summed).view(getattr(torch, kind))
+        if self._two_d:
+            return GemmOperand(codes, scale, ScalingType.BlockWise128x128)
+        return GemmOperand(codes, scale.narrow(1, 0, rows).t(), ScalingType.BlockWise1x128)
 
     # -- helpers ----------------------------------------------------------------------------------
 
