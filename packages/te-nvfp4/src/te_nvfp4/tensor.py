@@ -11,12 +11,15 @@ import math
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
 from te_nvfp4.layout import BLOCK
 from te_nvfp4.reference import compact_scale, store_scale
 from te_nvfp4.rounding import transpose_packed
 from te_proto.blocks import matrix_shape
 from te_proto.errors import ShapeError
+from te_proto.gemm import GemmOperand
+from te_proto.numerics import E2M1_MAX
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
@@ -170,6 +173,23 @@ class NVFP4Storage(QuantizedStorage):
             "columnwise_scale_inv": store_scale(scale, k, m, q.optimize_for_gemm),
             "amax_columnwise": self.amax_rowwise.clone(),
         }
+
+    def gemm_operand(self, *, columnwise: bool) -> GemmOperand | None:
+        """Return one plane, read in place, None if each of its lines has an amax; see the base."""
+        q, (m, k) = self.quantizer, matrix_shape(self.shape)
+        plane = "columnwise" if columnwise else "rowwise"
+        data, scale = getattr(self, f"{plane}_data"), getattr(self, f"{plane}_scale_inv")
+        if data is None or q.row_scaled_nvfp4:
+            return None
+        outer, inner = (k, m) if columnwise else (m, k)
+        return GemmOperand(
+            data.reshape(outer, inner // 2).view(torch.float4_e2m1fn_x2),
+            scale.view(torch.float8_e4m3fn),
+            ScalingType.BlockWise1x16,
+            SwizzleType.SWIZZLE_32_4_4 if q.optimize_for_gemm else SwizzleType.NO_SWIZZLE,
+            factor=getattr(self, f"amax_{plane}") * (1.0 / (E2M1_MAX * q.nvfp4_e4m3_max)),
+            transform=("hadamard", q.with_random_sign_mask) if columnwise and q.with_rht else None,
+        )
 
     # -- helpers ----------------------------------------------------------------------------------
 
