@@ -10,11 +10,12 @@ import torch
 from linear_toy import RECIPE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from te_linear import LinearConfig, linear, product
 from te_linear.product import matmul
 from te_proto.gemm import GemmOperand
+from te_proto.numerics import decode_e2m1, unpack_e2m1
 from te_proto.testing import assert_same_bits, count_compiles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -164,7 +165,7 @@ def test_cuda_multiplies_what_its_gemm_takes(
             for s, d in ((m, a_dtype), (n, b_dtype))
         )
         for able in (False, True):
-            monkeypatch.setattr(product, "_has_float8_gemm", lambda device, able=able: able)
+            monkeypatch.setattr(product, "_has_gemm", lambda pair, device, able=able: able)
             found = matmul(a, b, a_columnwise=False, b_columnwise=False)
             assert (found.shape, found.dtype, found.device.type) == ((m, n), torch.float32, "cuda")
             assert len(calls) == (taken and able)
@@ -179,29 +180,232 @@ def test_other_devices_dequantize(calls: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "able"),
+    ("pair", "able"),
     [
-        ((8, 9), None, True),
-        ((9, 0), None, True),
-        ((8, 6), None, False),
-        (None, None, False),
-        ((9, 0), "6.2", False),
+        ("TensorWise TensorWise", {(8, 9), (9, 0), (10, 0), (12, 0)}),
+        ("BlockWise1x128 BlockWise1x128", {(9, 0)}),
+        ("BlockWise1x128 BlockWise128x128", {(9, 0)}),
+        ("BlockWise128x128 BlockWise1x128", {(9, 0)}),
+        ("BlockWise128x128 BlockWise128x128", set()),
+        ("BlockWise1x32 BlockWise1x32", {(10, 0), (12, 0)}),
+        ("BlockWise1x16 BlockWise1x16", {(10, 0), (12, 0)}),
+        ("BlockWise1x16 BlockWise1x32", set()),
+        ("RowWise RowWise", set()),
     ],
 )
-def test_gemm_is_there_from_compute_capability_8_9(
-    capability: tuple[int, int] | None, hip: str | None, able: bool, monkeypatch: pytest.MonkeyPatch
+def test_gemm_is_there_from_a_compute_capability_and_cuda_on(
+    pair: str, able: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclass
     class Properties:
         major: int
         minor: int
 
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: Properties(*(capability or (0, 0)))
-    )
-    assert product._has_float8_gemm(torch.device("cuda", 0)) is able
+    def found(
+        capability: tuple[int, int] | None, cuda: tuple[int, int] = (13, 0), hip: str | None = None
+    ) -> bool:
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(product, "_CUDA", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: Properties(*(capability or (0, 0)))
+        )
+        first, second = (getattr(ScalingType, name) for name in pair.split())
+        return product._has_gemm((first, second), torch.device("cuda", 0))
+
+    capabilities = [(8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+    assert {c for c in capabilities if found(c)} == able
+    assert not found(None)
+    for capability in able:
+        assert not found(capability, hip="6.2")
+        assert found(capability, (12, 6)) == (pair == "TensorWise TensorWise")
+
+
+BLOCKS = {
+    ScalingType.BlockWise1x16: (1, 16),
+    ScalingType.BlockWise1x32: (1, 32),
+    ScalingType.BlockWise1x128: (1, 128),
+    ScalingType.BlockWise128x128: (128, 128),
+}
+PAIRS = [pair for pair in product._NEEDS if ScalingType.TensorWise not in pair]
+
+
+def named(pair: tuple[ScalingType, ScalingType]) -> str:
+    return "-".join(scaling.name for scaling in pair)
+
+
+LAID_OUT = ["plain", "strided", "swizzled"]
+
+
+def whole(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def blocks(
+    scaling: ScalingType, m: int, k: int, laid_out: str = "plain"
+) -> tuple[GemmOperand, Tensor]:
+    """Return an operand of this scaling and its values in float64."""
+    rows, columns = BLOCKS[scaling]
+    down, across = whole(m, rows) // rows, whole(k, columns) // columns
+    scale = torch.rand(down, across) + 0.5
+    swizzle, factor = SwizzleType.NO_SWIZZLE, None
+    if scaling == ScalingType.BlockWise1x16:
+        packed = torch.randint(0, 256, (m, k // 2), dtype=torch.uint8)
+        data, values = packed.view(torch.float4_e2m1fn_x2), decode_e2m1(unpack_e2m1(packed))
+        scale, factor = scale.to(E4M3), torch.rand(1) + 0.5
+    else:
+        data = torch.randn(m, k).to(E4M3)
+        values = data.float()
+    if scaling == ScalingType.BlockWise1x32:
+        scale = torch.randint(120, 134, (down, across), dtype=torch.uint8)
+        scale = scale.view(torch.float8_e8m0fnu)
+    spread = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    values = values.double() * spread[:m, :k] * (1.0 if factor is None else factor.double())
+    if scaling == ScalingType.BlockWise128x128:
+        scale = torch.nn.functional.pad(scale, (0, whole(across, 4) - across))
+    elif scaling != ScalingType.BlockWise1x128:
+        padding = (0, whole(across, 4) - across, 0, whole(m, 128) - m)
+        scale = torch.nn.functional.pad(scale.view(torch.uint8), padding).view(scale.dtype)
+    if laid_out == "strided":
+        scale = scale.t().contiguous().t()
+    elif laid_out == "swizzled" and scale.dtype != torch.float32:
+        scale, swizzle = tiled(scale), SwizzleType.SWIZZLE_32_4_4
+    made = GemmOperand(data, scale, scaling, swizzle, factor)
+    return made, values
+
+
+FAKE = FakeTensorMode()
+
+
+def on_cuda(operand: GemmOperand) -> GemmOperand:
+    """Return fake tensors of the same memory layout."""
+
+    def like(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+    with FAKE:
+        return operand._replace(
+            data=like(operand.data), scale=like(operand.scale), factor=like(operand.factor)
+        )
+
+
+def tiled(scale: Tensor) -> Tensor:
+    """Return scales in tiles of 128 x 4, the 32 x 4 quarters of each side by side."""
+    rows, columns = scale.shape
+    tiles = scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(rows, columns)
+
+
+def cublas(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    scaling_a: list[ScalingType],
+    scale_b: list[Tensor],
+    scaling_b: list[ScalingType],
+    swizzle_a: list[SwizzleType],
+    swizzle_b: list[SwizzleType],
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """Return the product as a GPU computes it from the memory that it is given."""
+
+    def values(
+        data: Tensor, scales: list[Tensor], scalings: list[ScalingType], swizzle: list[SwizzleType]
+    ) -> Tensor:
+        assert data.is_contiguous()
+        (m, k), scaling, held = data.shape, scalings[0], scales[0]
+        rows, columns = BLOCKS[scaling]
+        assert len(scales) == len(scalings) == len(swizzle)
+        if scaling == ScalingType.BlockWise1x16:
+            k, found = 2 * k, decode_e2m1(unpack_e2m1(data.view(torch.uint8))).double()
+            assert scalings[1:] == [ScalingType.TensorWise]
+        else:
+            found = data.double()
+        i, j = torch.arange(m).unsqueeze(1) // rows, torch.arange(k) // columns
+        if held.dtype == torch.float32:  # read down the columns, those of squares along rows
+            assert swizzle == [SwizzleType.NO_SWIZZLE]
+            memory = held.as_strided((held.untyped_storage().nbytes() // 4,), (1,), 0)
+            line = whole(k // 128, 4) if rows == 128 else m
+            offset = i * line + j if rows == 128 else j * line + i
+            return found * memory[offset].double()
+        assert swizzle[0] == SwizzleType.SWIZZLE_32_4_4
+        assert held.is_contiguous()
+        tile = i // 128 * (whole(k // columns, 4) // 4) + j // 4
+        offset = tile * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+        found = found * held.double().flatten()[offset]
+        return found * scales[1].double() if len(scales) == 2 else found
+
+    left = values(a, scale_a, scaling_a, swizzle_a)
+    return (left @ values(b.t(), scale_b, scaling_b, swizzle_b).t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+@pytest.mark.parametrize("laid_out", LAID_OUT)
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 256, 384), (256, 384, 640), (384, 128, 128)])
+def test_scales_are_put_where_the_gpu_reads_them(
+    pair: tuple[ScalingType, ScalingType],
+    laid_out: str,
+    m: int,
+    n: int,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(m)
+    (a, left), (b, right) = (blocks(s, r, k, laid_out) for s, r in zip(pair, (m, n), strict=True))
+    monkeypatch.setattr(product, "scaled_mm", cublas)
+    found = product._scaled(product._ordered(a), product._ordered(b))
+    torch.testing.assert_close(found.double(), left @ right.t(), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+@pytest.mark.parametrize("laid_out", LAID_OUT)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (128, 256, 384),
+        (5, 128, 128),
+        (256, 16, 128),
+        (128, 128, 160),
+        (33, 48, 64),
+        (130, 128, 128),
+        (128, 24, 128),
+        (0, 128, 128),
+    ],
+)
+def test_torch_accepts_on_cuda_what_is_taken(
+    pair: tuple[ScalingType, ScalingType],
+    laid_out: str,
+    m: int,
+    n: int,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(product, "_has_gemm", lambda pair, device: True)
+    squares = [ScalingType.BlockWise128x128 == s for s in pair]
+    aligned = k % 128 == 0 or pair[0] in (ScalingType.BlockWise1x32, ScalingType.BlockWise1x16)
+    expected = aligned and n % 16 == 0 and m > 0
+    expected = expected and not (squares[0] and m % 128) and not (squares[1] and n % 128)
+    a, b = (blocks(s, r, k, laid_out)[0] for s, r in zip(pair, (m, n), strict=True))
+    assert product._takes(on_cuda(a), on_cuda(b)) == expected
+    if expected:  # what torch accepts of a CUDA tensor it says for a fake one too
+        ordered = [on_cuda(product._ordered(operand)) for operand in (a, b)]
+        with FAKE:
+            found = product._scaled(*ordered)
+        assert (tuple(found.shape), found.dtype) == ((m, n), torch.float32)
+    assert not product._takes(on_cuda(a), on_cuda(b._replace(transform="of one only")))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=named)
+def test_blocks_are_not_taken_in_a_graph(
+    pair: tuple[ScalingType, ScalingType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "_has_gemm", lambda pair, device: True)
+    a, b = (on_cuda(blocks(s, 128, 128)[0]) for s in pair)
+    assert product._takes(a, b)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not product._takes(a, b)
 
 
 @pytest.mark.gpu
