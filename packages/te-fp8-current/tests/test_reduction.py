@@ -168,9 +168,3 @@ def test_group_is_given_where_it_is_used_and_nowhere_else(
         with pytest.raises(UsageError) as raised:
             run()
         assert str(raised.value) == f"fp8_current: {quantizer} {message}"
-
-
-@NEEDS_GROUP
-def test_group_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match="^group must be the c10d name .*, got 'absent'; pass its"):
-        REDUCING.quantize(torch.ones(2, 2), group="absent")
