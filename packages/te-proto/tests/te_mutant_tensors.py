@@ -12,6 +12,7 @@ from te_toy import ToyQuantizer, ToyStorage
 from torch import Tensor
 
 from te_proto import QuantizedStorage, QuantizedTensor, Quantizer
+from te_proto.gemm import GemmOperand
 from te_proto.storage import FlattenContext
 
 Buffers = dict[str, Tensor]
@@ -51,6 +52,18 @@ class LosesAttributesStorage(ToyStorage):
 
 
 class LosesAttributesTensor(LosesAttributesStorage, QuantizedTensor):
+    pass
+
+
+class OperandWithoutScaleStorage(ToyStorage):
+    def gemm_operand(self, *, columnwise: bool) -> GemmOperand:
+        data = self.columnwise_data if columnwise else self.rowwise_data
+        assert data is not None
+        matrix = data.reshape(-1, data.shape[-1])
+        return GemmOperand(matrix.t() if columnwise else matrix, torch.ones(1))
+
+
+class OperandWithoutScaleTensor(OperandWithoutScaleStorage, QuantizedTensor):
     pass
 
 

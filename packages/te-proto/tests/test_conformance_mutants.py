@@ -145,6 +145,7 @@ MUTANTS = [
     Mutant(M.LastCodeIsInfinity, "e8m0_scale_bytes_are_powers_of_two", "scale code 255 makes inf"),
     of(T.SizedContextTensor, "flatten_context_is_a_value_without_sizes", "the context is"),
     of(T.LosesAttributesTensor, "deepcopy_is_independent_and_complete", "attributes are lost"),
+    of(T.OperandWithoutScaleTensor, "operand_of_a_product_stands_for_the_values", "operand is off"),
     of(T.MovesDataAloneTensor, "move_takes_every_inner_tensor_along", "scale_inv"),
     of(T.UnderstatesTensor, "nbytes_are_those_held", "quantize()"),
     of(T.QuantizerStaysTensor, "update_usage_changes_tensor_and_quantizer_together", "follow"),
