@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from te_fp8_current import Float8CurrentScalingQuantizer as Quantizer
-from te_proto import TensorProto
 from te_proto.testing import assert_same_bits, count_compiles, hostile
 
 if TYPE_CHECKING:
@@ -52,47 +51,6 @@ def test_quantize_is_one_graph_with_the_bytes_of_eager(
             pointers = [t.untyped_storage().data_ptr() for t in q.inner_tensors().values()]
             assert len(set(pointers)) == len(pointers)
     assert (counts.graphs, counts.breaks, counts.recompiles) == (1, 0, 0)
-
-
-@pytest.mark.parametrize(("fields", "backend"), FIELDS)
-def test_dequantize_of_an_input_compiles_at_most_twice(
-    fields: dict[str, Any], backend: str
-) -> None:
-    quantizer = Quantizer(**fields)
-    with count_compiles() as counts:
-        run = compiled(lambda q: q.dequantize(), backend)
-        for m in ROWS:
-            q = quantizer.quantize(hostile((m, 40), seed=m))
-            found = run(q)
-            assert_same_bits(found, q.dequantize())
-            assert found.stride() == (40, 1)
-    assert counts.breaks == 0
-    assert counts.graphs <= 2
-
-
-@pytest.mark.parametrize("internal", [False, True], ids=["tensor", "internal"])
-@pytest.mark.parametrize("separate", [False, True], ids=["one-buffer", "separate"])
-def test_create_tensor_in_a_graph_is_the_tensor_of_eager(
-    separate: bool, internal: bool, known: Known
-) -> None:
-    quantizer = Quantizer(internal=internal, separate_transpose=separate)
-
-    def create(x: torch.Tensor) -> Any:
-        made = TensorProto(
-            shape=x.shape, dtype=x.dtype, quantizer=quantizer, device=x.device
-        ).create_tensor()
-        return list(made.inner_tensors().values()) if internal else made
-
-    with count_compiles() as counts:
-        run = compiled(create)
-        for m in ROWS:
-            x = torch.empty(3, m, 40, dtype=torch.float16)
-            made, expected = run(x), create(x)
-            if internal:
-                assert [known(t) for t in made] == [known(t) for t in expected]
-            else:
-                assert known(made) == known(expected)
-    assert (counts.graphs, counts.recompiles) == (1, 0)
 
 
 def test_quantize_into_an_input_is_one_graph_and_keeps_the_memory(
