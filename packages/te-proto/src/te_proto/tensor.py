@@ -32,8 +32,9 @@ Policy = Literal["error", "warn", "allow"]
 _LIB = torch.library.Library("te_proto", "DEF")
 _LIB.define("dequantize(Tensor q, ScalarType? dtype=None) -> Tensor")
 _LIB.define("straight_through(Tensor x, Tensor q) -> Tensor")
-# Both only ever meet a quantized tensor, whose __torch_dispatch__ answers with plain torch ops, so
-# neither is left in a compiled graph. As ops, and not autograd functions, they have a gradient that
+_LIB.define("inner_tensor(Tensor(a) q, int index) -> Tensor(a)")
+# All only ever meet a quantized tensor, whose __torch_dispatch__ answers with plain torch ops, so
+# none is left in a compiled graph. As ops, and not autograd functions, they have a gradient that
 # AOTAutograd can cache.
 
 
@@ -255,6 +256,10 @@ def _straight_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return q.like(q.inner_tensors())
 
 
+def _inner_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return list(args[0].inner_tensors().values())[args[1]]
+
+
 def _setup_dequantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
@@ -275,6 +280,7 @@ torch.library.register_autograd(
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     torch.ops.te_proto.dequantize.default: _dequantize,
     torch.ops.te_proto.straight_through.default: _straight_through,
+    torch.ops.te_proto.inner_tensor.default: _inner_tensor,
     **handlers(),
 }
 

@@ -221,7 +221,8 @@ class PrototypeConformance(Kit):
     def test_alignment_is_the_multiple_that_is_needed(self) -> None:
         """Who pads to :meth:`alignment` is never refused, who misses it always.
 
-        Seen in modelscope/ms-swift#9723: padded as a whole, but not the shard of each rank.
+        Seen in modelscope/ms-swift#9723: padded as a whole, but not the shard of each rank; what
+        is needed must be known before, NVIDIA/TransformerEngine#2966.
         """
         for quantizer in self.variants():
             rows, columns = quantizer.alignment()
@@ -244,7 +245,10 @@ class PrototypeConformance(Kit):
                 )
 
     def test_logical_shape_does_not_depend_on_the_planes(self) -> None:
-        """Of a columnwise tensor and after dropping planes: NVIDIA/TransformerEngine#3266."""
+        """Of a columnwise tensor and after dropping planes: NVIDIA/TransformerEngine#3266.
+
+        Also with no plane left: NVIDIA/TransformerEngine#2841.
+        """
 
         def check(case: Case) -> None:
             made = self.quantize(case.quantizer, case.input())
