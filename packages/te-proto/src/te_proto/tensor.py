@@ -236,6 +236,18 @@ class QuantizedTensor(QuantizedStorage, Tensor):
             out.grad = copy.deepcopy(self.grad, memo)
         return out
 
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: object, expected_type: type | None = None
+    ) -> Tensor | None:
+        """Return the plain gradient that a compiled backward takes where it was given this one.
+
+        It is a fallback as any other. None, where another was traced: torch says which.
+        """
+        if expected_type is not Tensor:
+            return None
+        _announce("backward of a compiled graph", self)
+        return QuantizedStorage.dequantize(self)
+
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches: the layout and its sizes, never the values."""
         inner = [

@@ -47,7 +47,7 @@ class KernelConformance(Kit):
     def test_kernels_are_the_reference_byte_for_byte(self) -> None:
         """Quantize, into memory that held anything, and dequantize; every byte, padding too.
 
-        With every option, which one path alone may drop: pytorch/ao#3686.
+        By every option, which one path alone may drop: pytorch/ao#3686.
         """
         self._need_kernels()
 

@@ -147,7 +147,10 @@ class PrototypeConformance(Kit):
                 assert real.nbytes == exact, f"{case}: the tensor has nbytes {real.nbytes}"
 
     def test_writes_the_same_bytes_into_tensors_made_of_prototypes(self) -> None:
-        """``quantize_into`` fills every byte of an allocation, whatever it held."""
+        """``quantize_into`` fills every byte of an allocation, whatever it held.
+
+        By every option, which one path alone may drop: pytorch/ao#3686.
+        """
 
         def check(case: Case) -> None:
             x = case.input()
