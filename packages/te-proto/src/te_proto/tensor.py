@@ -246,7 +246,8 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         if expected_type is not Tensor:
             return None
         _announce("backward of a compiled graph", self)
-        return QuantizedStorage.dequantize(self)
+        plain: Tensor = QuantizedStorage.dequantize(self)
+        return plain
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches: the layout and its sizes, never the values."""
@@ -269,7 +270,8 @@ def _straight_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _inner_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return list(args[0].inner_tensors().values())[args[1]]
+    inner: list[Tensor] = list(args[0].inner_tensors().values())
+    return inner[args[1]]
 
 
 def _setup_dequantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -317,7 +317,7 @@ class CompileConformance(Kit):
                 self.weight = torch.nn.Parameter(made, requires_grad=False)
 
             def forward(self, q: Any) -> Tensor:
-                out: Tensor = self.weight.dequantize() - q.dequantize()  # type: ignore[operator]
+                out: Tensor = self.weight.dequantize() - q.dequantize()
                 return out
 
         model, file = Sum(), io.BytesIO()

@@ -186,7 +186,7 @@ class _Through(torch.autograd.Function):
 
 
 def _through(q: Any) -> Any:
-    out = _Through.apply(q)  # type: ignore[no-untyped-call]
+    out = _Through.apply(q)
     assert out.requires_grad, f"{type(q).__name__}: the flag is lost by an autograd function"
     return out
 
