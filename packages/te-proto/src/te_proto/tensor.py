@@ -270,8 +270,9 @@ def _straight_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _inner_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inner: list[Tensor] = list(args[0].inner_tensors().values())
-    return inner[args[1]]
+    q, index = args
+    inner: Tensor = list(q.inner_tensors().values())[index]
+    return inner
 
 
 def _setup_dequantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
