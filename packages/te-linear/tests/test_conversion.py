@@ -62,12 +62,14 @@ def test_parameters_ties_hooks_and_attributes_stay() -> None:
     seen: list[str] = []
     model.down.register_forward_hook(lambda *args: seen.append("down"))
     model.eval()
+    model.up.weight.requires_grad_(False)  # ao#1873: frozen ones were not any more
     before = dict(model.named_parameters(remove_duplicate=False))
     keys = list(model.state_dict())
     convert(model, RECIPE)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
+    assert [name for name, p in after.items() if not p.requires_grad] == ["up.weight"]
     assert list(model.state_dict()) == keys
     assert model.down is model.again
     assert model.head.weight is model.embed.weight

@@ -62,6 +62,18 @@ def autocast(mode: str) -> tuple[Callable[[Tensor], Any], list[Tensor]]:
     return run, [w, b]
 
 
+def written_weight(mode: str) -> tuple[Callable[[Tensor], Any], list[Tensor]]:
+    w, b = weights()
+    q = torch.nn.Parameter(CONFIG.weight.quantize(torch.zeros(N, K)))
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():  # as the step of an optimizer in the graph of the next forward
+            q.copy_(w * x.detach().amax())
+        return linear(x, q, b, config=CONFIG, mode=mode)
+
+    return run, [q, b]
+
+
 def frozen_weight(mode: str) -> tuple[Callable[[Tensor], Any], list[Tensor]]:
     w, b = weights()
     w.requires_grad_(False)
@@ -74,6 +86,7 @@ OPTIONS = [
     quantized_output,
     original_input,
     autocast,
+    written_weight,
     frozen_weight,
 ]
 

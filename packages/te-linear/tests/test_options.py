@@ -137,6 +137,7 @@ def test_output_quantizer_gives_a_quantized_differentiable_output(mode: str) -> 
 
 
 def test_layers_hand_quantized_tensors_on(mode: str) -> None:
+    # TransformerEngine#3172: the second saw none that requires grad, and the first got no gradient
     quantizer = ToyQuantizer(bits=5)
     x, w, _ = operands()
     torch.manual_seed(1)
@@ -253,6 +254,7 @@ def test_cached_weight_must_stand_for_the_weight(mode: str) -> None:
 
 
 def test_cache_is_written_in_one_graph(mode: str) -> None:
+    # TransformerEngine#2119: a graph that runs again ignored the flag
     layer, eager = cached(mode), cached(mode)
     with count_compiles() as counted:
         run = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -294,6 +296,7 @@ def test_train_eval_train_recompiles_once(mode: str) -> None:
 def test_autocast_casts_plain_input_and_output_and_no_product(
     mode: str, dtype: torch.dtype
 ) -> None:
+    # ao#1306, ao#2587: the dtype was taken from before autocast had changed it
     inputs, low = operands(), operands()
     with torch.autocast("cpu", dtype=dtype):
         y = linear(*inputs, config=CONFIG, mode=mode)

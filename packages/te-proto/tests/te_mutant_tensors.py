@@ -167,6 +167,51 @@ class SilentSliceTensor(SilentSliceStorage, QuantizedTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class IgnoresTheStepStorage(ToyStorage):
+    pass
+
+
+class IgnoresTheStepTensor(IgnoresTheStepStorage, QuantizedTensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice.Tensor and len(args) == 5:
+            q, dim, start, end, _ = args
+            if (start, end) == (0, q.shape[dim]):
+                return q.like(q.inner_tensors())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class NeedsAllArgumentsStorage(ToyStorage):
+    pass
+
+
+class NeedsAllArgumentsTensor(NeedsAllArgumentsStorage, QuantizedTensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            _, _, _ = args[1], args[2], args[3]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class ViewForgetsOptionsStorage(ToyStorage):
+    def like(self, inner: Any, **kwargs: Any) -> Any:
+        held = kwargs.pop("quantizer", None) or self.quantizer
+        return super().like(inner, quantizer=held.replace(note=""), **kwargs)
+
+
+class ViewForgetsOptionsTensor(ViewForgetsOptionsStorage, QuantizedTensor):
+    pass
+
+
+class ViewForgetsTheDtypeStorage(ToyStorage):
+    def like(self, inner: Any, **kwargs: Any) -> Any:
+        return super().like(inner, **kwargs | {"dtype": torch.float32})
+
+
+class ViewForgetsTheDtypeTensor(ViewForgetsTheDtypeStorage, QuantizedTensor):
+    pass
+
+
 class OneScaleForAllStorage(ToyStorage):
     @classmethod
     def cat_inner(cls, tensors: Sequence[Any], dim: int) -> Buffers | None:

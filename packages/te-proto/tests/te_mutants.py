@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from te_toy import ToyQuantizer
+from te_toy import Rounding, ToyQuantizer
 from torch import Tensor
 
 from te_proto import BufferSpec
@@ -322,6 +322,12 @@ class StaleColumns(ToyQuantizer):
                 out[name].copy_(made)
 
 
+class TakesTheFirstToWrite(ToyQuantizer):
+    def quantize_into_impl(self, x: Tensor, out: Buffers, noop: Tensor | None, **call: Any) -> None:
+        x.reshape(-1)[:1].reshape(())
+        super().quantize_into_impl(x, out, noop)
+
+
 class MovesBuffers(ToyQuantizer):
     def quantize_into_impl(self, x: Tensor, out: Buffers, noop: Tensor | None, **call: Any) -> None:
         for name, made in self.quantize_impl(x).items():
@@ -333,6 +339,22 @@ class AnyNoop(ToyQuantizer):
     def quantize_into_impl(self, x: Tensor, out: Buffers, noop: Tensor | None, **call: Any) -> None:
         if noop is None or not noop.bool():
             super().quantize_into_impl(x, out, None)
+
+
+class NoopUnknownToGraphs(ToyQuantizer):
+    def quantize_into_impl(self, x: Tensor, out: Buffers, noop: Tensor | None, **call: Any) -> None:
+        super().quantize_into_impl(x, out, None if torch.compiler.is_compiling() else noop)
+
+
+class OptionLostInPlace(ToyQuantizer):
+    def quantize_into_impl(self, x: Tensor, out: Buffers, noop: Tensor | None, **call: Any) -> None:
+        q = self.replace(rounding=Rounding.NEAREST)
+        super(type(self), q).quantize_into_impl(x, out, noop)
+
+
+class ProductUnderAutocast(ToyQuantizer):
+    def quantize_impl(self, x: Tensor) -> Buffers:
+        return super().quantize_impl(x.float() @ torch.eye(x.shape[-1], device=x.device))
 
 
 class OtherInGraphs(ToyQuantizer):

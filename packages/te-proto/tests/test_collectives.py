@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,32 @@ print("done")
 def test_maximum_over_two_processes_eager_and_compiled(tmp_path: Path) -> None:
     for rank in run_ranks(PROGRAM, tmp_path):
         assert (rank.code, rank.out) == (0, "done\n"), rank.err
+
+
+CACHED = """
+import torch, torch.distributed as dist
+from te_proto.collectives import all_reduce_max
+from te_proto.testing import count_compiles
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD.group_name
+with count_compiles() as counts:
+    run = torch.compile(lambda x: all_reduce_max(x, group), fullgraph=True)
+    assert run(torch.tensor([2.0])).tolist() == [2.0]
+print(counts.aot_hits, counts.aot_misses, counts.aot_bypasses)
+"""
+
+
+def test_graph_that_reduces_is_found_in_the_caches(
+    fresh: Callable[..., str], tmp_path: Path
+) -> None:
+    # pytorch#189541: one that holds a process group bypasses them; a name does not
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }
+    assert fresh(CACHED, **environment) == "0 1 0"
+    assert fresh(CACHED, **environment) == "1 0 0"
 
 
 def test_unknown_group_is_named() -> None:

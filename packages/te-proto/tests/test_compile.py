@@ -12,7 +12,15 @@ import torch
 from te_toy import Rounding, ToyQuantizer, codes_of, proto, values
 from torch import Tensor
 
-from te_proto import QuantizedStorage, TensorProto, eval_proto, fallback, to_tensor_proto
+from te_proto import (
+    QuantizedStorage,
+    TensorProto,
+    custom_op,
+    eval_proto,
+    fallback,
+    to_tensor_proto,
+)
+from te_proto.errors import FallbackError
 from te_proto.testing import count_compiles
 
 Q = ToyQuantizer()
@@ -169,7 +177,8 @@ def test_gradient_through_a_graph_equals_eager_for_every_size(backend: str) -> N
 
 
 def test_gradient_of_a_quantized_result_of_a_graph_is_refused_by_torch_not_wrong() -> None:
-    # AOTAutograd takes the gradient for a tensor of the result's class, and it is plain
+    # AOTAutograd takes the gradient for a tensor of the result's class, and it is plain:
+    # pytorch#118670, and torchtitan#2776 where nobody could see why
     with count_compiles() as counts, fallback("allow"):
         compiled = torch.compile(lambda x: Q.quantize(x * 2), backend="aot_eager", fullgraph=True)
         (x,) = leaf(32)
@@ -181,6 +190,22 @@ def test_gradient_of_a_quantized_result_of_a_graph_is_refused_by_torch_not_wrong
         ):
             out.dequantize().sum().backward()
     assert x.grad is None
+
+
+def test_quantized_gradient_of_a_plain_result_of_a_graph_falls_back() -> None:
+    # pytorch#118670: AOTAutograd guessed that it is plain
+    fn = torch.compile(lambda x: x * 3, backend="aot_eager", fullgraph=True)
+    grad = Q.quantize(values(32, 20, seed=1))
+    with count_compiles():
+        (x,) = leaf(32)
+        with fallback("allow"):
+            fn(x).backward(grad)
+        assert torch.equal(x.grad, grad.dequantize() * 3)
+        with (
+            fallback("error"),
+            pytest.raises(FallbackError, match="^toy: backward of a compiled graph has no"),
+        ):
+            fn(x).backward(grad)
 
 
 # -- graph inputs -------------------------------------------------------------------------------
@@ -208,6 +233,48 @@ def test_gradient_of_a_quantized_result_of_a_graph_is_refused_by_torch_not_wrong
 def test_quantized_input_is_at_most_two_graphs(fn: Any, make: Make) -> None:
     # two of its sizes may be equal at first, and torch then takes them for one (duck sizing)
     run(fn, make, graphs=2)
+
+
+WRITES: dict[str, Any] = {
+    "copy_": lambda t, x: t.copy_(x),
+    "quantize_": lambda t, x: t.quantize_(x),
+    "quantize_into": lambda t, x: t.quantizer.quantize_into(x, t),
+    "op": lambda t, x: write_op(t, x),
+}
+READS: dict[str, Any] = {
+    "dequantize": lambda t: t.dequantize(),
+    "with_usage": lambda t: t.with_usage(rowwise=False).dequantize(),
+    "clone": lambda t: t.clone(),
+    "inner_tensors": lambda t: QuantizedStorage.inner_tensors(t)["rowwise_scale_inv"] + 0,
+    "op": lambda t: read_op(t),
+}
+
+
+@custom_op("te_compiled::write", mutates=("out",))
+def write_op(out: Any, x: Any) -> None:
+    out.quantizer.quantize_into(x, out)
+
+
+@custom_op("te_compiled::read", outputs=lambda t: t.replace(quantizer=None))
+def read_op(t: Any) -> Tensor:
+    out: Tensor = t.dequantize()
+    return out
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("read", READS)
+def test_what_was_written_into_an_input_is_read_in_the_same_graph(write: str, read: str) -> None:
+    def fn(t: Any, x: Tensor) -> Any:
+        before = READS[read](t)
+        WRITES[write](t, x)
+        return before, READS[read](t)
+
+    t, (x,) = Q.quantize(torch.ones(32, 20)), plain(32)
+    with count_compiles():
+        found = torch.compile(fn, backend="aot_eager", fullgraph=True)(t, x)
+    for out, value in zip(found, (torch.ones(32, 20), x), strict=True):
+        assert_same(out, READS[read](Q.quantize(value)))
+    assert codes_of(t) == codes_of(Q.quantize(x))
 
 
 def test_input_is_written_in_place() -> None:

@@ -19,7 +19,7 @@ import pytest
 import te_mutant_ops as ops
 import te_mutant_tensors as tensors
 import te_mutants as mutants
-from te_toy import ToyQuantizer
+from te_toy import Rounding, ToyQuantizer
 from te_toy_site import CARD, install
 
 from te_proto import Quantizer, registry
@@ -129,6 +129,17 @@ MUTANTS = [
     Mutant(M.StaleColumns, "write_in_place_requantizes_every_plane", "columnwise plane stale"),
     Mutant(M.MovesBuffers, "copy_in_place_writes_every_plane", "a buffer moved"),
     Mutant(M.AnyNoop, "noop_is_exactly_one", "noop=2.0"),
+    Mutant(M.NoopUnknownToGraphs, "noop_is_read_each_time_the_graph_runs", "noop=1.0, call 1"),
+    Mutant(M.GuardsOnSizes, "custom_op_is_one_dynamic_graph", "expected one graph"),
+    Mutant(
+        M.OptionLostInPlace,
+        "writes_the_same_bytes_into_tensors_made_of_prototypes",
+        "into memory full of",
+        {"rounding": Rounding.ZERO},
+    ),
+    Mutant(M.ProductUnderAutocast, "autocast_changes_no_byte", "under autocast to"),
+    Mutant(M.TakesTheFirstToWrite, "optimizer_writes_quantized_parameters", "of size 0"),
+    Mutant(M.StaleColumns, "optimizer_writes_quantized_parameters", "columnwise_data"),
     Mutant(M.OtherInGraphs, "static_graph_returns_the_tensor_of_eager", "static: "),
     Mutant(M.OtherInGraphs, "form_in_graphs_has_the_bytes_of_the_eager_one", "form for graphs"),
     Mutant(M.GuardsOnSizes, "prototype_makes_its_tensor_in_a_graph", "expected one graph"),
@@ -157,6 +168,10 @@ MUTANTS = [
     of(T.SliceHasNoAttributeTensor, "slices_are_exact_or_refused", "rowwise_codes"),
     of(T.SliceSaysNothingTensor, "slices_are_exact_or_refused", "is not named in 'cannot slice'"),
     of(T.SilentSliceTensor, "slices_are_exact_or_refused", "is a Tensor"),
+    of(T.IgnoresTheStepTensor, "slices_are_exact_or_refused", "[0:size:2] on axis"),
+    of(T.NeedsAllArgumentsTensor, "slices_are_exact_or_refused", "slice(): raises IndexError"),
+    of(T.ViewForgetsOptionsTensor, "views_keep_every_plane_exactly", "of a tensor with"),
+    of(T.ViewForgetsTheDtypeTensor, "views_keep_every_plane_exactly", "is torch.float32, of"),
     of(T.OneScaleForAllTensor, "joined_pieces_are_exact_or_refused", "cat along axis"),
     of(
         T.ReshapesScalesAsTheyLieTensor,

@@ -104,7 +104,8 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     out = quantizer.make_empty(shape, dtype=dtype, device=given["device"] or q.device)
     if func is aten.new_zeros.default:
-        quantizer.quantize_into(torch.zeros(shape, dtype=dtype, device=out.device), out)
+        # a format may refuse the other dtype as an input, and zeros are the same in each
+        quantizer.quantize_into(torch.zeros(shape, dtype=q.dtype, device=out.device), out)
     return out
 
 

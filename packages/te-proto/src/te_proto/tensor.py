@@ -32,8 +32,9 @@ Policy = Literal["error", "warn", "allow"]
 _LIB = torch.library.Library("te_proto", "DEF")
 _LIB.define("dequantize(Tensor q, ScalarType? dtype=None) -> Tensor")
 _LIB.define("straight_through(Tensor x, Tensor q) -> Tensor")
-# Both only ever meet a quantized tensor, whose __torch_dispatch__ answers with plain torch ops, so
-# neither is left in a compiled graph. As ops, and not autograd functions, they have a gradient that
+_LIB.define("inner_tensor(Tensor(a) q, int index) -> Tensor(a)")
+# All only ever meet a quantized tensor, whose __torch_dispatch__ answers with plain torch ops, so
+# none is left in a compiled graph. As ops, and not autograd functions, they have a gradient that
 # AOTAutograd can cache.
 
 
@@ -235,6 +236,19 @@ class QuantizedTensor(QuantizedStorage, Tensor):
             out.grad = copy.deepcopy(self.grad, memo)
         return out
 
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: object, expected_type: type | None = None
+    ) -> Tensor | None:
+        """Return the plain gradient that a compiled backward takes where it was given this one.
+
+        It is a fallback as any other. None, where another was traced: torch says which.
+        """
+        if expected_type is not Tensor:
+            return None
+        _announce("backward of a compiled graph", self)
+        plain: Tensor = QuantizedStorage.dequantize(self)
+        return plain
+
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's compile caches: the layout and its sizes, never the values."""
         inner = [
@@ -253,6 +267,12 @@ def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 def _straight_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedTensor:
     q: QuantizedTensor = args[1]
     return q.like(q.inner_tensors())
+
+
+def _inner_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    q, index = args
+    inner: Tensor = list(q.inner_tensors().values())[index]
+    return inner
 
 
 def _setup_dequantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -275,6 +295,7 @@ torch.library.register_autograd(
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     torch.ops.te_proto.dequantize.default: _dequantize,
     torch.ops.te_proto.straight_through.default: _straight_through,
+    torch.ops.te_proto.inner_tensor.default: _inner_tensor,
     **handlers(),
 }
 

@@ -7,13 +7,18 @@ is specialized on every size that is 1 when it is traced.
 
 from __future__ import annotations
 
+import functools
+import io
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 
+from te_proto.custom_ops import custom_op
 from te_proto.numerics import loops
+from te_proto.proto import to_tensor_proto
 from te_proto.testing import _profile
 from te_proto.testing.compiles import CompileCounts, count_compiles
 from te_proto.testing.conformance.base import Case, Kit, call_arguments
@@ -111,6 +116,52 @@ class CompileConformance(Kit):
                     what = f"dynamic={dynamic}: {case}: create_tensor()"
                     assert_same_facts(run(x), case.proto().create_tensor(), what)
             _assert_counts(counts, f"dynamic={dynamic}: {first}: create_tensor()")
+
+    def test_custom_op_is_one_dynamic_graph(self) -> None:
+        """What describes its results is made of sizes in the graph: NVIDIA/TransformerEngine#3053.
+
+        No size is specialized because a description must be hashable.
+        """
+        first = next((c for c in self.compiled_starts() if not c.quantizer.call_arguments()), None)
+        if first is None:
+            pytest.skip(f"{self.format_name}: an op of others brings no seed")
+        op, q = _op(self.format_name), first.quantizer
+
+        def run(x: Tensor) -> Any:
+            proto = to_tensor_proto(x).replace(quantizer=q)
+            made = op(x, q, tuple(x.shape), proto.nbytes)
+            return made, op(made, q.with_usage(columnwise=not q.columnwise, rowwise=True), (), 0)
+
+        with count_compiles() as counts:
+            compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+            for case in self._sizes(first)[:4]:
+                x, what = case.input(), f"dynamic: {case}: made by an op"
+                for found, expected in zip(compiled(x), run(x), strict=True):
+                    assert_same_facts(found, expected, what)
+                    assert_same_bytes(found, expected, what)
+        _assert_counts(counts, f"dynamic: {first}: made by an op")
+
+    def test_noop_is_read_each_time_the_graph_runs(self) -> None:
+        """The flag is a tensor, and no graph knows its value: NVIDIA/TransformerEngine#2119."""
+        case = self.compiled_starts()[0]
+        q = case.quantizer.at_rest()
+
+        def write(x: Tensor, out: Any, noop: Tensor) -> Tensor:
+            q.quantize_into(x, out, noop)
+            plain: Tensor = out.dequantize()
+            return plain
+
+        out = q.quantize(case.input())
+        with count_compiles() as counts:
+            run = torch.compile(write, fullgraph=True, dynamic=False, backend="aot_eager")
+            held = 0  # seed of the values that are held
+            for seed, flag in enumerate((1.0, 0.0, 1.0, 2.0), 1):
+                held = held if flag == 1.0 else seed
+                plain = run(case.input(seed), out, torch.tensor(flag))
+                what, expected = f"{case}: noop={flag}, call {seed}", q.quantize(case.input(held))
+                assert_same_bytes(out, expected, what)
+                assert_same_bytes(plain, expected.dequantize(), f"{what}: read in the graph")
+        _assert_counts(counts, f"static: {case}: noop")
 
     def test_quantized_input_compiles_at_most_twice(self) -> None:
         """A second graph tells sizes apart that were equal at first; then there is no other."""
@@ -260,6 +311,30 @@ class CompileConformance(Kit):
             assert_same_bytes(tensor, expected, f"in a wrapper: {case}")
         _assert_counts(counts, f"in a wrapper: {case}")
 
+    def test_exported_program_keeps_its_quantized_tensors(self) -> None:
+        """A parameter and an input, saved and loaded: pytorch/ao#3928."""
+        case = self.compiled_starts()[0]
+        made = self.quantize(case.quantizer, case.input())
+
+        class Sum(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(made, requires_grad=False)
+
+            def forward(self, q: Any) -> Tensor:
+                out: Tensor = self.weight.dequantize() - q.dequantize()
+                return out
+
+        model, file = Sum(), io.BytesIO()
+        torch.export.save(torch.export.export(model, (made,)), file)
+        file.seek(0)
+        loaded = torch.export.load(file)
+        what, other = f"exported: {case}", self.quantize(case.quantizer, case.input(1))
+        assert_same_facts(loaded.state_dict["weight"], model.weight, f"{what}: parameter")
+        assert_same_bytes(loaded.state_dict["weight"], model.weight, f"{what}: parameter")
+        found = loaded.module()(other)
+        assert_same_bytes(_one_nan(found), _one_nan(model(other)), f"{what}: result")
+
     # -- helpers ----------------------------------------------------------------------------------
 
     def _sized(self, quantizer: Quantizer, step: int) -> Case | None:
@@ -286,6 +361,20 @@ def _as_in_graphs(avx512: bool) -> Iterator[None]:
         mock.patch.object(loops, "_AVX512", avx512),
     ):
         yield
+
+
+@functools.cache
+def _op(name: str) -> Any:
+    """Return an op of somebody who knows nothing of the format, once a format."""
+
+    @custom_op(
+        f"te_conformance_{name}::sized",
+        outputs=lambda x, q, sizes, count: x.replace(quantizer=q, requires_grad=False),
+    )
+    def sized(x: Any, q: Any, sizes: Any, count: Any) -> Any:
+        return q.quantize(x)
+
+    return sized
 
 
 def _one_nan(values: Tensor) -> Tensor:

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_proto.errors import UsageError
+from te_proto.errors import QuantizerError, UsageError
 from te_proto.layout import INPUT_DTYPES
 from te_proto.proto import to_tensor_proto
 from te_proto.tensor import fallback
 from te_proto.testing.conformance.base import USAGES, Case, Kit
-from te_proto.testing.conformance.draws import cases
+from te_proto.testing.conformance.draws import cases, choices
 from te_proto.testing.facts import (
     assert_same_bytes,
     assert_same_facts,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from te_proto.quantizer import Quantizer
 
 
 class CopyConformance(Kit):
@@ -58,19 +61,23 @@ class CopyConformance(Kit):
         self.explore(check, cases(self, internal=(False,)), self._fixed())
 
     def test_load_state_dict_keeps_the_memory(self) -> None:
-        """Of a parameter, from every kind of value; no key beyond the module's own."""
+        """Of a parameter, from every kind of value; no key beyond the module's own.
+
+        A frozen one stays frozen: pytorch/ao#1873.
+        """
 
         def check(case: Case) -> None:
-            for what, source in self._sources(case).items():
+            for what, source in self._sources(case, options=True).items():
                 layer = torch.nn.Linear(1, 1, bias=False)
                 weight = self.quantize(case.quantizer, case.input())
-                layer.weight = torch.nn.Parameter(weight)
+                frozen = what != "plain"
+                layer.weight = torch.nn.Parameter(weight, requires_grad=not frozen)
                 before = pointers(layer.weight)
                 assert list(layer.state_dict()) == ["weight"], f"{case}: {list(layer.state_dict())}"
                 layer.load_state_dict({"weight": source})
                 label = f"{case}: load_state_dict from {what}"
                 assert pointers(layer.weight) == before, f"{label}: a buffer moved"
-                assert layer.weight.requires_grad, f"{label}: requires_grad is lost"
+                assert layer.weight.requires_grad != frozen, f"{label}: frozen={frozen} is lost"
                 taken = _held_alike(source, layer.weight)
                 assert_same_bytes(layer.weight, taken or self._expected(case, source), label)
 
@@ -181,8 +188,8 @@ class CopyConformance(Kit):
             if not case.quantizer.internal:
                 assert_same_bytes(made.cpu(), made, f"{case}: cpu()")
                 layer = torch.nn.Linear(1, 1, bias=False)
-                layer.weight = torch.nn.Parameter(made.detach())
-                assert_same_facts(layer.to("meta").weight.data, expected, f"{case}: Module.to()")
+                layer.weight = torch.nn.Parameter(made.detach(), requires_grad=False)
+                assert_same_facts(layer.to("meta").weight, expected, f"{case}: Module.to()")
 
         self.explore(check, cases(self), self.fixed())
 
@@ -246,7 +253,10 @@ class CopyConformance(Kit):
         assert_same_bytes(copied_[0].weight.data, weight.data, f"{case}: of a module")
 
     def test_empty_like_is_quantized_and_zeros_like_is_plain(self) -> None:
-        """A moment of an optimizer must not be quantized unasked; ``new_zeros`` is zero."""
+        """A moment of an optimizer must not be quantized unasked; ``new_zeros`` is zero.
+
+        It must be there: axolotl-ai-cloud/axolotl#2744.
+        """
 
         def check(case: Case) -> None:
             made = self.quantize(case.quantizer, case.input())
@@ -262,6 +272,53 @@ class CopyConformance(Kit):
 
         self.explore(check, cases(self, internal=(False,)), self._fixed())
 
+    def test_new_tensor_has_the_layout_of_its_own_shape(self) -> None:
+        """With the padding of that shape; another dtype is nominal, and none of the codes."""
+        for case in self._fixed()[:6]:
+            made = self.quantize(case.quantizer, case.input())
+            shape = self.shape_for(case.quantizer, extra=3)
+            for dtype in INPUT_DTYPES:
+                q = case.quantizer.at_rest()
+                wanted = Case(q, shape, dtype).proto().create_tensor()
+                what = f"{case}: of shape {shape} and {dtype}"
+                with fallback("error"):
+                    zeros = made.new_zeros(shape, dtype=dtype)
+                    assert_same_facts(made.new_empty(shape, dtype=dtype), wanted, what)
+                assert_same_facts(zeros, wanted, what)
+                assert not zeros.dequantize().any(), f"{what}: new_zeros has values"
+
+    def test_optimizer_writes_quantized_parameters(self) -> None:
+        """In one step or fused, beside a parameter without elements, moments plain.
+
+        Seen in NVIDIA/TransformerEngine#2533, and with empty shards in #3212, #3318 and #3348.
+        """
+
+        def check(case: Case) -> None:
+            empty = Case(case.quantizer, (0, case.shape[-1]), case.dtype)
+            found = [c for c in (empty, case) if self.refused(c) is None]
+            for how, options in _STEPS.items():
+                ours = [
+                    torch.nn.Parameter(self.quantize(c.quantizer, torch.ones_like(c.input())))
+                    for c in found
+                ]
+                plain = [torch.nn.Parameter(p.dequantize().detach()) for p in ours]
+                before = [pointers(p) for p in ours]
+                steps = [torch.optim.Adam(p, lr=0.25, **options) for p in (ours, plain)]  # type: ignore[arg-type]
+                for c, p, q in zip(found, ours, plain, strict=True):
+                    p.grad = torch.linspace(-2, 3, c.proto().numel).view(c.shape).to(c.dtype)
+                    q.grad = p.grad.clone()
+                with fallback("allow"):
+                    for step in steps:
+                        step.step()
+                for c, p, q, places in zip(found, ours, plain, before, strict=True):
+                    what = f"{c}: after a step, {how}"
+                    assert pointers(p) == places, f"{what}: a buffer moved"
+                    assert_same_bytes(p.data, c.quantizer.at_rest().quantize(q.detach()), what)
+                    kinds = {type(t) for t in steps[0].state[p].values()}
+                    assert kinds == {torch.Tensor}, f"{what}: moments are {kinds}"
+
+        self.explore(check, None, self._fixed()[:4])
+
     # -- helpers ----------------------------------------------------------------------------------
 
     def _fixed(self) -> list[Case]:
@@ -272,8 +329,13 @@ class CopyConformance(Kit):
         plain = source.dequantize() if hasattr(source, "quantizer") else source
         return case.quantizer.at_rest().quantize(plain.to(case.dtype))
 
-    def _sources(self, case: Case) -> dict[str, Tensor]:
-        """Return every kind of value that is copied into a tensor of the case."""
+    def _sources(self, case: Case, *, options: bool = False) -> dict[str, Tensor]:
+        """Return every kind of value that is copied into a tensor of the case.
+
+        Args:
+            case: of the tensor.
+            options: also of quantizers that differ in one option, so bytes mean something else.
+        """
         x = case.input(2)
         found = {"plain": x, "float32": x.float(), "bfloat16": x.bfloat16()}
         found["the same quantizer"] = self.quantize(case.quantizer, x)
@@ -281,10 +343,20 @@ class CopyConformance(Kit):
             other = case.quantizer.with_usage(rowwise=row, columnwise=column)
             if self.refused(Case(other, case.shape, case.dtype)) is None:
                 found[f"rowwise={row}, columnwise={column}"] = self.quantize(other, x)
-        for start in self.starts():
-            if self.refused(Case(start, case.shape, case.dtype)) is None:
-                found[str(start)] = self.quantize(start, x)
+        others = self._with_another_option(case.quantizer) if options else []
+        for other in (*self.starts(), *others):
+            if self.refused(Case(other, case.shape, case.dtype)) is None:
+                found[str(other)] = self.quantize(other, x)
         return found
+
+    def _with_another_option(self, quantizer: Quantizer) -> list[Quantizer]:
+        """Return quantizers that differ in one option, and go with this shape and dtype or not."""
+        found = []
+        for name, values in choices(self, quantizer).items():
+            for value in values:
+                with contextlib.suppress(QuantizerError):
+                    found.append(quantizer.replace(**{name: value}))
+        return [other for other in found if other != quantizer]
 
 
 def _held_alike(source: Any, made: Any) -> dict[str, Tensor] | None:
@@ -300,6 +372,12 @@ def _held_alike(source: Any, made: Any) -> dict[str, Tensor] | None:
 def _set_data(made: Tensor, source: Tensor) -> None:
     made.data.copy_(source)
 
+
+_STEPS: dict[str, dict[str, bool]] = {
+    "one by one": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 _WRITES: dict[str, Callable[[Any, Any], object]] = {
     "copy_": lambda made, source: made.copy_(source),

@@ -129,7 +129,10 @@ class FlattenConformance(Kit):
         self.explore(check, cases(self), self.fixed())
 
     def test_gradient_passes_straight_through(self) -> None:
-        """As it came, in the input's dtype, also an expanded one: pytorch/ao#4470."""
+        """As it came, in the input's dtype, also an expanded one: pytorch/ao#4470.
+
+        Across the boundaries of autograd functions too: NVIDIA/TransformerEngine#3172.
+        """
 
         def check(case: Case) -> None:
             x = case.input().requires_grad_()
@@ -141,6 +144,11 @@ class FlattenConformance(Kit):
                 (
                     "with_usage()",
                     self.quantize(case.quantizer, x).with_usage().dequantize(),
+                    given,
+                ),
+                (
+                    "an autograd function",
+                    _through(self.quantize(case.quantizer, x)).dequantize(),
                     given,
                 ),
             ):
@@ -163,6 +171,24 @@ class FlattenConformance(Kit):
             assert_same_bytes(back[1], made, f"{case}: restored")
 
         self.explore(check, None, self.fixed())
+
+
+class _Through(torch.autograd.Function):
+    """Takes and returns a quantized tensor, whose flag torch sets without a word to Python."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any) -> Any:
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _through(q: Any) -> Any:
+    out = _Through.apply(q)
+    assert out.requires_grad, f"{type(q).__name__}: the flag is lost by an autograd function"
+    return out
 
 
 def _one(x: Tensor) -> Tensor:

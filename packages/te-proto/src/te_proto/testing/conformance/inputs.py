@@ -104,6 +104,27 @@ class InputConformance(Kit):
 
         self.explore(check, None, self.fixed())
 
+    def test_autocast_changes_no_byte(self) -> None:
+        """Nor the dtype of what is read and of a gradient: pytorch/ao#1306, pytorch/ao#2587."""
+
+        def check(case: Case) -> None:
+            x = case.input().requires_grad_()
+            made = self.quantize(case.quantizer, x)
+            low = torch.float16 if case.dtype == torch.bfloat16 else torch.bfloat16
+            what = f"{case}: under autocast to {low}"
+            with torch.autocast("cpu", dtype=low):
+                again = self.quantize(case.quantizer, x)
+                plain, wide = made.dequantize(), made.dequantize(torch.float32)
+                (grad,) = torch.autograd.grad(plain, x, torch.ones_like(plain))
+            assert_same_facts(again, made, what)
+            assert_same_bytes(again, made, what)
+            for found, dtype in ((plain, case.dtype), (wide, torch.float32)):
+                label = f"{what}: dequantize() to {dtype}"
+                assert_same_bytes(found.detach(), made.dequantize(dtype).detach(), label)
+            assert grad.dtype == case.dtype, f"{what}: the gradient is {grad.dtype}"
+
+        self.explore(check, None, self.fixed(internal=(False,)))
+
     def test_quantized_input_is_taken_for_its_values(self) -> None:
         """What stands for the same values is quantized to the same bytes."""
 

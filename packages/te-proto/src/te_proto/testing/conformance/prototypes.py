@@ -147,7 +147,10 @@ class PrototypeConformance(Kit):
                 assert real.nbytes == exact, f"{case}: the tensor has nbytes {real.nbytes}"
 
     def test_writes_the_same_bytes_into_tensors_made_of_prototypes(self) -> None:
-        """``quantize_into`` fills every byte of an allocation, whatever it held."""
+        """``quantize_into`` fills every byte of an allocation, whatever it held.
+
+        By every option, which one path alone may drop: pytorch/ao#3686.
+        """
 
         def check(case: Case) -> None:
             x = case.input()
@@ -221,7 +224,8 @@ class PrototypeConformance(Kit):
     def test_alignment_is_the_multiple_that_is_needed(self) -> None:
         """Who pads to :meth:`alignment` is never refused, who misses it always.
 
-        Seen in modelscope/ms-swift#9723: padded as a whole, but not the shard of each rank.
+        Seen in modelscope/ms-swift#9723: padded as a whole, but not the shard of each rank; what
+        is needed must be known before, NVIDIA/TransformerEngine#2966.
         """
         for quantizer in self.variants():
             rows, columns = quantizer.alignment()
@@ -244,7 +248,10 @@ class PrototypeConformance(Kit):
                 )
 
     def test_logical_shape_does_not_depend_on_the_planes(self) -> None:
-        """Of a columnwise tensor and after dropping planes: NVIDIA/TransformerEngine#3266."""
+        """Of a columnwise tensor and after dropping planes: NVIDIA/TransformerEngine#3266.
+
+        Also with no plane left: NVIDIA/TransformerEngine#2841.
+        """
 
         def check(case: Case) -> None:
             made = self.quantize(case.quantizer, case.input())

@@ -59,7 +59,7 @@ class ViewConformance(Kit):
         """Of every axis, aligned and not: NVIDIA/TransformerEngine#2422.
 
         Never an AttributeError, never a tensor in high precision, never a block under the scale of
-        another.
+        another. A step is seen where the end is written out, a default where it is left out.
         """
 
         def check(case: Case) -> None:
@@ -84,6 +84,7 @@ class ViewConformance(Kit):
                 index = (slice(None),) * dim
                 for name, taken in {
                     "[::2]": (*index, slice(None, None, 2)),
+                    "[0:size:2]": (*index, slice(0, size, 2)),
                     "[-1]": (*index, -1),
                     "[1:-1]": (*index, slice(1, -1)),
                     f"[{tile}:]": (*index, slice(tile, None)),
@@ -91,6 +92,9 @@ class ViewConformance(Kit):
                     if size > 2:
                         what = f"{name} on axis {dim}"
                         self._exact_or_refused(case, what, lambda t, at=taken: t[at])  # type: ignore[misc]
+            whole = torch.ops.aten.slice.Tensor
+            self._exact_or_refused(case, "slice()", lambda t: whole(t), must=True)
+            self._exact_or_refused(case, "slice(start=0)", lambda t: whole(t, start=0), must=True)
 
         self.explore(check, cases(self, internal=(False,), empty=False), self._fixed())
 
@@ -150,6 +154,7 @@ class ViewConformance(Kit):
                     f"{case}: cat along axis {dim}",
                     lambda d=dim: torch.cat([first, second], d),  # type: ignore[misc]
                     expected,
+                    of=first,
                 )
             alone = torch.cat([first])
             assert_same_bytes(alone, first, f"{case}: cat of one")
@@ -173,6 +178,7 @@ class ViewConformance(Kit):
                     lambda op=op: op(made),  # type: ignore[misc]
                     swapped,
                     alternative={plane: v.t() for plane, v in self.planes(made).items()},
+                    of=made,
                 )
             self._exact_or_refused(case, "permute(0, 1)", lambda t: t.permute(0, 1), must=True)
 
@@ -248,7 +254,9 @@ class ViewConformance(Kit):
             expected: Any = {plane: op(values) for plane, values in planes.items()}
         except (RuntimeError, IndexError):
             return  # torch itself has no such view
-        self._check_result(f"{case}: {name}", lambda: op(made), expected, must=must, parts=parts)
+        self._check_result(
+            f"{case}: {name}", lambda: op(made), expected, must=must, parts=parts, of=made
+        )
 
     def _check_result(
         self,
@@ -256,6 +264,7 @@ class ViewConformance(Kit):
         call: Callable[[], Any],
         expected: dict[str, Any] | None,
         *,
+        of: Any,
         must: bool = False,
         parts: tuple[str, ...] = (),
         alternative: dict[str, Tensor] | None = None,
@@ -279,6 +288,10 @@ class ViewConformance(Kit):
         for i, piece in enumerate(pieces):
             label = f"{what}, piece {i}" if len(pieces) > 1 else what
             assert isinstance(piece, QuantizedTensor), f"{label}: is a {type(piece).__name__}"
+            q, kept = piece.quantizer, of.quantizer
+            options = q.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise)
+            assert options == kept, f"{label}: has {q}, of a tensor with {kept}"
+            assert piece.dtype == of.dtype, f"{label}: is {piece.dtype}, of {of.dtype}"
             fresh = to_tensor_proto(piece).create_tensor()
             assert_same_facts(piece, fresh, f"{label}: against its prototype", view=True)
             planes = self.planes(piece)
