@@ -77,6 +77,9 @@ class QuantizedTensor(QuantizedStorage, Tensor):
 
         class MXFP8Tensor(MXFP8Storage, QuantizedTensor): ...
 
+    Code that is compiled reads buffers through :meth:`inner_tensors`: dynamo takes an attribute of
+    a graph's input for an input of its own, in which writes of the graph are not seen.
+
     Args:
         inner: inner tensors in flatten order, as ``quantizer`` describes them for ``shape``.
         quantizer: describes the layout.
