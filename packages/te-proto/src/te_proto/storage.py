@@ -14,6 +14,7 @@ from te_proto._classes import class_id as class_id
 from te_proto._classes import find_class as find_class
 from te_proto._classes import register_class as register_class
 from te_proto._classes import source_name as source_name
+from te_proto._compat import is_compiling
 from te_proto._rebuild import rebuild
 from te_proto.errors import ShapeError, UsageError
 from te_proto.layout import check_layout
@@ -192,7 +193,7 @@ class QuantizedStorage:
         Raises:
             UsageError: a plane is asked for that is not held and cannot be derived.
         """
-        if is_torch_tensor(self) and torch.compiler.is_compiling():
+        if is_torch_tensor(self) and is_compiling():
             msg = (
                 f"{self.quantizer.format_name}: a compiled graph cannot see a plane dropped in "
                 "place; use with_usage()"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
     from te_proto.testing.ranks import run_ranks
+    from te_proto.testing.versions import new_quantizer_in_graph
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -47,6 +48,7 @@ else:
             "cpu_launches_interpreted": "interpreter",
             "hostile": "compare",
             "load_golden": "golden",
+            "new_quantizer_in_graph": "versions",
             "poisoned_allocations": "poison",
             "run_ranks": "ranks",
         },
@@ -66,6 +68,7 @@ __all__ = [
     "cpu_launches_interpreted",
     "hostile",
     "load_golden",
+    "new_quantizer_in_graph",
     "poisoned_allocations",
     "run_ranks",
 ]

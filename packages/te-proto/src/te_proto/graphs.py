@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiled graph can do with quantizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from te_proto._compat import TRACES_NEW_QUANTIZERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+
+def uses_new_quantizers(fn: _Function) -> _Function:
+    """Mark a function that makes quantizers of others, by ``replace()`` say, and uses them.
+
+    It is returned as it is, but with torch 2.11, whose graphs can use only quantizers that come
+    from outside: there a graph breaks, and the function runs eagerly. With ``fullgraph=True`` that
+    is torch's error, which says why.
+    """
+    if TRACES_NEW_QUANTIZERS:
+        return fn
+    reason = (
+        f"{fn.__module__}.{fn.__name__} makes quantizers, which graphs cannot use before torch "
+        f"2.12, got {torch.__version__}; take a newer torch, or leave out fullgraph=True"
+    )
+    kept_out: _Function = torch.compiler.disable(fn, reason=reason)
+    return kept_out
