@@ -12,7 +12,7 @@ from linear_toy import RECIPE, ToyQuantizer
 from torch import Tensor
 
 from te_linear import Linear, LinearConfig, linear
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +78,7 @@ OPTIONS = [
 ]
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("mode", ["traced", "opaque"])
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda f: f.__name__)
 def test_option_is_one_graph_with_the_bytes_of_eager_code(option: Any, mode: str) -> None:
@@ -101,6 +102,7 @@ def test_option_is_one_graph_with_the_bytes_of_eager_code(option: Any, mode: str
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("mode", ["traced", "opaque"])
 def test_layers_one_after_the_other_are_one_graph(mode: str) -> None:
     torch.manual_seed(0)

@@ -52,6 +52,9 @@ TRACES_NEW_QUANTIZERS = _TORCH >= (2, 12)
 supported.
 """
 
+HAS_SCALED_MM_ON_CPU = _TORCH >= (2, 12)
+"""Whether ``scaled_mm`` runs on a CPU. Delete when 2.11 is no longer supported."""
+
 if TYPE_CHECKING or _TORCH >= (2, 12):
     OPAQUE_TYPES: tuple[type[Any], ...] = (OpaqueBase,)
 else:
@@ -72,6 +75,7 @@ else:
 
 
 __all__ = [
+    "HAS_SCALED_MM_ON_CPU",
     "OPAQUE_TYPES",
     "TRACES_NEW_QUANTIZERS",
     "OpaqueBase",

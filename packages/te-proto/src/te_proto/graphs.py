@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,5 +29,12 @@ def uses_new_quantizers(fn: _Function) -> _Function:
         f"{fn.__module__}.{fn.__name__} makes quantizers, which graphs cannot use before torch "
         f"2.12, got {torch.__version__}; take a newer torch, or leave out fullgraph=True"
     )
-    kept_out: _Function = torch.compiler.disable(fn, reason=reason)
-    return kept_out
+    disabled = torch._disable_dynamo(fn)  # torch.compiler.disable would import dynamo, and triton
+
+    @functools.wraps(fn)
+    def kept_out(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=reason)
+        return disabled(*args, **kwargs)
+
+    return kept_out  # type: ignore[return-value]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
     from te_proto.testing.ranks import run_ranks
-    from te_proto.testing.versions import new_quantizer_in_graph
+    from te_proto.testing.versions import new_quantizer_in_graph, scaled_mm_on_cpu
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -51,6 +51,7 @@ else:
             "new_quantizer_in_graph": "versions",
             "poisoned_allocations": "poison",
             "run_ranks": "ranks",
+            "scaled_mm_on_cpu": "versions",
         },
     )
 
@@ -71,4 +72,5 @@ __all__ = [
     "new_quantizer_in_graph",
     "poisoned_allocations",
     "run_ranks",
+    "scaled_mm_on_cpu",
 ]
