@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
     from te_proto.testing.ranks import run_ranks
-    from te_proto.testing.versions import new_quantizer_in_graph, scaled_mm_on_cpu
+    from te_proto.testing.versions import crowded_by, new_quantizer_in_graph, scaled_mm_on_cpu
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -46,6 +46,7 @@ else:
             "check_op": "op_check",
             "count_compiles": "compiles",
             "cpu_launches_interpreted": "interpreter",
+            "crowded_by": "versions",
             "hostile": "compare",
             "load_golden": "golden",
             "new_quantizer_in_graph": "versions",
@@ -67,6 +68,7 @@ __all__ = [
     "check_op",
     "count_compiles",
     "cpu_launches_interpreted",
+    "crowded_by",
     "hostile",
     "load_golden",
     "new_quantizer_in_graph",
