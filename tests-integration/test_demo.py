@@ -11,7 +11,7 @@ import torch
 
 import te_linear
 import te_proto
-from te_proto.testing import count_compiles
+from te_proto.testing import count_compiles, new_quantizer_in_graph
 
 DEMO = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 FORMATS = te_proto.available_formats()
@@ -78,6 +78,7 @@ def test_each_format_is_one_graph_without_breaks_and_recompiles(quick) -> None:
     assert counts == {("1", "0", "0")}
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", FORMATS)
 def test_inductor_compiles_a_layer_inside_a_region_as_the_demo_has_it(name: str) -> None:
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import torch
 from te_mxfp8 import ops
 from te_mxfp8.quantizer import MXFP8Quantizer
 from te_proto import TensorProto
-from te_proto.testing import assert_same_bits, count_compiles, hostile
+from te_proto.testing import assert_same_bits, count_compiles, hostile, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,6 +221,7 @@ def test_equal_quantizer_is_no_new_graph_and_another_one_is(assert_same_planes: 
         assert counts.graphs == 2
 
 
+@new_quantizer_in_graph
 def test_quantizer_made_inside_the_graph_outlives_train_and_eval() -> None:
     class Lazy(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

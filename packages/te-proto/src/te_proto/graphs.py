@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled graph can do with quantizers."""
+"""What code that is compiled asks torch, in a form that does not depend on its version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from te_proto._compat import TRACES_NEW_QUANTIZERS
+from te_proto._compat import is_compiling as is_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

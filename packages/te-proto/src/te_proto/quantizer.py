@@ -17,7 +17,7 @@ from typing_extensions import Self, dataclass_transform
 
 from te_proto.__about__ import __version__
 from te_proto._classes import register_class, source_name
-from te_proto._compat import OpaqueBase, register_value_type
+from te_proto._compat import OpaqueBase, is_compiling, register_value_type
 from te_proto.errors import (
     DeviceError,
     DtypeError,
@@ -281,7 +281,7 @@ class Quantizer(OpaqueBase):
         call = self._check_call(group=group, rng=rng)
         with torch.no_grad():
             inner = self.quantize_impl(plain.detach(), **call)
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             # .data is no view: a graph that takes one as input is guarded on sizes of its base
             inner = {name: tensor.data for name, tensor in inner.items()}
         out = self.create_metadata(plain.dtype).build(inner, plain.shape)

@@ -138,7 +138,7 @@ class QuantizedStorage:
         self._set(inner, quantizer)
 
     def _set(self, inner: Mapping[str, Tensor], quantizer: Quantizer) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             check_layout(inner, quantizer, self.shape)
         for name in self.inner_names:
             setattr(self, name, inner.get(name))
