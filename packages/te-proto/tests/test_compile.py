@@ -351,7 +351,7 @@ PROCESS = """
 import torch
 from te_toy import ToyQuantizer, values
 from te_proto import custom_op
-from te_proto.testing import count_compiles, new_quantizer_in_graph
+from te_proto.testing import count_compiles
 
 @custom_op("te_cached::quantize", outputs=lambda x, q: x.replace(quantizer=q))
 def quantize(x, q):
