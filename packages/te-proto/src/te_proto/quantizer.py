@@ -142,10 +142,26 @@ class Quantizer(OpaqueBase):
             noop: one float32 element; exactly 1.0 leaves every byte as it is.
             **call: its :meth:`call_arguments`.
         """
+        self.copy_quantized(x, out, noop, **call)
+
+    def copy_quantized(
+        self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None, **call: Any
+    ) -> None:
+        """Quantize ``x`` and copy its buffers; what :meth:`quantize_into_impl` does by default.
+
+        An override calls it by this name: graphs of torch 2.11 know no ``super()`` of a quantizer.
+        """
         for name, made in self.quantize_impl(x, **call).items():
             if noop is not None:
                 made = torch.where(noop.reshape(()) == 1.0, out[name], made)
             out[name].copy_(made)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise if an option of the format refuses ``x``; a format may override.
+
+        Args:
+            x: plain; its shape and dtype were checked.
+        """
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -382,6 +398,7 @@ class Quantizer(OpaqueBase):
             )
             raise UsageError(msg)
         self.check_shape(x.shape)
+        self.check_input(x)
 
 
 def _define(cls: type[Any]) -> None:
