@@ -7,6 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from te_proto._compat import TRACES_NEW_QUANTIZERS
 from te_proto._compat import is_compiling as is_compiling
@@ -30,7 +31,7 @@ def uses_new_quantizers(fn: _Function) -> _Function:
         f"{fn.__module__}.{fn.__name__} makes quantizers, which graphs cannot use before torch "
         f"2.12, got {torch.__version__}; take a newer torch, or leave out fullgraph=True"
     )
-    disabled = torch._disable_dynamo(fn)  # torch.compiler.disable would import dynamo, and triton
+    disabled = _disable_dynamo(fn)  # torch.compiler.disable would import dynamo, and triton, now
 
     @functools.wraps(fn)
     def kept_out(*args: Any, **kwargs: Any) -> Any:
