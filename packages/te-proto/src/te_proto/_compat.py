@@ -52,6 +52,9 @@ TRACES_NEW_QUANTIZERS = _TORCH >= (2, 12)
 supported.
 """
 
+TRACES_SUPER = _TORCH >= (2, 12)
+"""Whether a traced method of a quantizer may call ``super()``. Delete as the one above."""
+
 HAS_SCALED_MM_ON_CPU = _TORCH >= (2, 12)
 """Whether ``scaled_mm`` runs on a CPU. Delete when 2.11 is no longer supported."""
 
@@ -78,6 +81,7 @@ __all__ = [
     "HAS_SCALED_MM_ON_CPU",
     "OPAQUE_TYPES",
     "TRACES_NEW_QUANTIZERS",
+    "TRACES_SUPER",
     "OpaqueBase",
     "check_torch",
     "get_opaque_type_name",

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
     from te_proto.testing.ranks import run_ranks
-    from te_proto.testing.versions import crowded_by, new_quantizer_in_graph, scaled_mm_on_cpu
+    from te_proto.testing.versions import (
+        crowded_by,
+        new_quantizer_in_graph,
+        scaled_mm_on_cpu,
+        super_in_graph,
+    )
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -53,6 +58,7 @@ else:
             "poisoned_allocations": "poison",
             "run_ranks": "ranks",
             "scaled_mm_on_cpu": "versions",
+            "super_in_graph": "versions",
         },
     )
 
@@ -75,4 +81,5 @@ __all__ = [
     "poisoned_allocations",
     "run_ranks",
     "scaled_mm_on_cpu",
+    "super_in_graph",
 ]
