@@ -123,3 +123,20 @@ def test_layers_one_after_the_other_are_one_graph(mode: str) -> None:
                 assert b is not None
                 assert_same_bits(a, b)
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("cache_weight", [False, True], ids=["fresh", "cached"])
+@pytest.mark.parametrize("mode", ["traced", "opaque"])
+def test_where_graphs_may_break_every_torch_compiles_a_model(mode: str, cache_weight: bool) -> None:
+    # torch 2.11 has no graph of the layer, and compiles around it
+    layer = Linear(K, N, recipe=RECIPE, mode=mode, cache_weight=cache_weight)
+    model = torch.nn.Sequential(torch.nn.ReLU(), layer, torch.nn.ReLU())
+    x = torch.randn(32, K, generator=torch.Generator().manual_seed(1))
+    with count_compiles():
+        found = torch.compile(model, backend="aot_eager")(x)
+    found.sum().backward()
+    grad, layer.weight.grad = layer.weight.grad, None
+    expected = model(x)
+    expected.sum().backward()
+    assert_same_bits(found.detach(), expected.detach())
+    assert_same_bits(grad, layer.weight.grad)
