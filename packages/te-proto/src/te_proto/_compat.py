@@ -59,12 +59,12 @@ HAS_SCALED_MM_ON_CPU = _TORCH >= (2, 12)
 """Whether ``scaled_mm`` runs on a CPU. Delete when 2.11 is no longer supported."""
 
 if TYPE_CHECKING or _TORCH >= (2, 12):
-    OPAQUE_TYPES: tuple[type[Any], ...] = (OpaqueBase,)
+    FAKE_VALUES: tuple[type[Any], ...] = ()
 else:
     # what 2.11 shows traced code in place of an opaque value; delete when it is not supported
     from torch._library.fake_class_registry import FakeScriptObject
 
-    OPAQUE_TYPES = (OpaqueBase, FakeScriptObject)
+    FAKE_VALUES = (FakeScriptObject,)
 
 if TYPE_CHECKING or _TORCH >= (2, 13):
     from torch.compiler import is_compiling
@@ -78,8 +78,8 @@ else:
 
 
 __all__ = [
+    "FAKE_VALUES",
     "HAS_SCALED_MM_ON_CPU",
-    "OPAQUE_TYPES",
     "TRACES_NEW_QUANTIZERS",
     "TRACES_SUPER",
     "OpaqueBase",

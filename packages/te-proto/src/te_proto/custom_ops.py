@@ -20,7 +20,7 @@ from torch import Tensor
 from te_proto._check import check_results, each
 from te_proto._classes import source_name
 from te_proto._compat import (
-    OPAQUE_TYPES,
+    FAKE_VALUES,
     OpaqueBase,
     get_opaque_type_name,
     is_compiling,
@@ -326,7 +326,7 @@ def _flatten(
     if isinstance(value, float) and is_compiling():
         # dynamo may take it for a symbol, which this way of copying it makes a constant
         value = float.fromhex(value.hex())
-    if isinstance(value, (Quantizer, *OPAQUE_TYPES, *_CONSTANTS)):
+    if isinstance(value, (Quantizer, *FAKE_VALUES, *_CONSTANTS)):
         return ("const", value)
     if isinstance(value, (int, torch.SymInt)):
         sizes.append(value)
