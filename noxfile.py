@@ -57,7 +57,8 @@ def projects(pattern: str) -> tuple[Project, ...]:
 
 
 PACKAGES = projects("packages/*")
-TESTED = (*PACKAGES, *projects("templates/*"))
+TEMPLATES = projects("templates/*")
+TESTED = (*PACKAGES, *TEMPLATES)
 CORE = next(project for project in PACKAGES if project.name == "te-proto")
 INTEGRATION = nox.param(None, id="integration")
 
@@ -111,9 +112,11 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
 def matrix(session: nox.Session, torch: str) -> None:
     """Test every package on another torch: ``nox -s "matrix(2.14.1)"``; pip may take gigabytes."""
     needed = (f"torch=={torch}", f"triton=={MATRIX[torch]}", *PYTEST, HATCHLING, *DEMO, MODELS)
-    install(session, *needed, editable=PACKAGES)
-    for project in PACKAGES:
+    install(session, *needed, editable=TESTED)
+    for project in TESTED:
         _pytest(session, f"{project.path}/tests")
+    # integration takes every format that is installed, and the template is none
+    session.run("python", "-m", "pip", "uninstall", "-y", *(t.name for t in TEMPLATES))
     _pytest(session, "tests-integration")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import te_proto
+from te_proto.testing import new_quantizer_in_graph
 
 PROGRAM = """
 import json, sys, torch, te_proto
@@ -48,6 +49,7 @@ print(json.dumps(found))
 """
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", te_proto.available_formats())
 def test_a_second_process_hits_the_cache(name: str, tmp_path: Path) -> None:
     def run() -> dict[str, list[int]]:

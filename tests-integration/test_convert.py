@@ -12,10 +12,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import te_proto
 from te_linear import Linear, convert
+from te_proto.testing import new_quantizer_in_graph
 
 SIZES = ("--layers", "1", "--width", "64", "--context", "64", "--steps", "6")
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", te_proto.available_formats())
 def test_llama_is_converted_compiled_trained_and_resumed(name: str) -> None:
     script = ROOT / "examples" / "convert_llama.py"

@@ -11,7 +11,7 @@ import torch
 
 import te_linear
 import te_proto
-from te_proto.testing import count_compiles
+from te_proto.testing import count_compiles, new_quantizer_in_graph
 
 DEMO = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 FORMATS = te_proto.available_formats()
@@ -66,18 +66,21 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DEMO.parent))
 
 
+@new_quantizer_in_graph
 def test_there_is_a_row_for_bf16_and_one_for_each_installed_format(quick) -> None:
     rows, _, _ = quick
     assert FORMATS
     assert [row["format"] for row in rows] == ["bf16", *FORMATS]
 
 
+@new_quantizer_in_graph
 def test_each_format_is_one_graph_without_breaks_and_recompiles(quick) -> None:
     rows, _, _ = quick
     counts = {(row["graphs"], row["breaks"], row["recompiles"]) for row in rows}
     assert counts == {("1", "0", "0")}
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", FORMATS)
 def test_inductor_compiles_a_layer_inside_a_region_as_the_demo_has_it(name: str) -> None:
     torch.manual_seed(0)
@@ -100,6 +103,7 @@ def test_inductor_compiles_a_layer_inside_a_region_as_the_demo_has_it(name: str)
         torch.testing.assert_close(a, b, rtol=2.0**-6, atol=2.0**-6 * float(b.abs().max()))
 
 
+@new_quantizer_in_graph
 def test_prototypes_predict_the_bytes_that_a_forward_holds(quick) -> None:
     rows, _, _ = quick
     for row in rows:
@@ -113,6 +117,7 @@ def test_prototypes_predict_the_bytes_that_a_forward_holds(quick) -> None:
     assert max(saved[1:]) < saved[0]
 
 
+@new_quantizer_in_graph
 def test_the_loss_falls_and_stays_within_the_stated_distance_of_bf16(quick) -> None:
     rows, _, _ = quick
     for row in rows:
@@ -181,6 +186,7 @@ def test_each_broken_claim_is_a_sentence(examples: None) -> None:
     ]
 
 
+@new_quantizer_in_graph
 def test_a_broken_claim_is_printed_and_exit_code_1(
     examples: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -198,11 +204,13 @@ def test_a_broken_claim_is_printed_and_exit_code_1(
     assert last.endswith(" nats a byte from that of bf16, stated are 1e-06")
 
 
+@new_quantizer_in_graph
 def test_the_picture_is_a_png(quick) -> None:
     _, picture, _ = quick
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@new_quantizer_in_graph
 def test_nothing_but_progress_is_on_stderr(quick) -> None:
     _, _, stderr = quick
     assert [

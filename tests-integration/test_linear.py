@@ -12,7 +12,7 @@ from te_linear import Linear
 from te_linear.rng import draw_rng
 from te_proto import to_tensor_proto
 from te_proto.errors import DtypeError
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 FORMATS = te_proto.available_formats()
 ROWS = (160, 256, 320, 192)
@@ -94,6 +94,7 @@ def test_saved_bytes_are_those_of_the_prototypes(name: str) -> None:
     assert [(tuple(t.shape), t.dtype) for t in packed] == [tuple(spec) for spec in described]
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear_is_one_graph_for_every_row_count(name: str) -> None:
     layer = make(name)

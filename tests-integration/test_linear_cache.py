@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import te_proto
+from te_proto.testing import new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +32,7 @@ print(json.dumps({name: getattr(counted, name) for name in names}))
 """
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", te_proto.available_formats())
 def test_a_second_process_compiles_nothing(name: str, tmp_path: Path) -> None:
     def run(mode: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import te_proto
 from te_linear import Linear
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 FORMATS = te_proto.available_formats()
 ROWS = (160, 256, 320, 192)  # above 128: below, a scale buffer may have one row, a constant
@@ -37,6 +37,7 @@ def step(run: torch.nn.Module, layer: Linear, m: int) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("name", FORMATS)
 def test_opaque_is_traced_bit_for_bit_and_one_graph(name: str) -> None:
     traced, opaque = layers(name)

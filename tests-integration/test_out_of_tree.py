@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from environments import ROOT, build_wheel, make_environment, run
 
+from te_proto.testing import new_quantizer_in_graph
+
 PAGE = (ROOT / "docs" / "add-a-format.md").read_text()
 NAME = "int8_rows"
 COPY, INSTALL, TEST, TRAIN = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -86,12 +88,14 @@ def test_it_passes_the_kit(walk: Walk) -> None:
     assert re.search(r"^\d+ passed", printed.splitlines()[-1])
 
 
+@new_quantizer_in_graph
 def test_it_trains_in_the_demo(walk: Walk) -> None:
     printed = walk.follow(TRAIN)
     assert NAME in printed
     assert (walk.folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@new_quantizer_in_graph
 def test_it_trains_in_a_linear_layer(walk: Walk) -> None:
     code = f"""
 import torch, te_proto

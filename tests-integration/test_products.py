@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import te_proto
 from te_linear import Linear, execute, product
 from te_proto import Recipe
-from te_proto.testing import count_compiles
+from te_proto.testing import count_compiles, new_quantizer_in_graph, scaled_mm_on_cpu
 
 if TYPE_CHECKING:
     from te_proto.gemm import GemmOperand
@@ -65,6 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
+@scaled_mm_on_cpu
 @pytest.mark.parametrize(("name", "fields"), RECIPES)
 @pytest.mark.parametrize("m", [64, 33, 1, 0])
 def test_scaled_products_give_the_layer_of_dequantized_values(
@@ -86,6 +87,7 @@ def test_scaled_products_give_the_layer_of_dequantized_values(
     assert calls == []
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["scaled", "dequantized"])
 @pytest.mark.parametrize("separate", [False, True], ids=["one-buffer", "separate"])
 def test_either_way_is_one_graph_for_every_row_count(
@@ -101,6 +103,7 @@ def test_either_way_is_one_graph_for_every_row_count(
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("m", [1, 0])
 def test_one_row_and_none_compile(m: int) -> None:
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from te_fp8_current import Float8CurrentScalingQuantizer as Quantizer
-from te_proto.testing import assert_same_bits
+from te_proto.testing import assert_same_bits, scaled_mm_on_cpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +63,7 @@ def test_no_codes_no_operand() -> None:
     assert empty.gemm_operand(columnwise=False) is None
 
 
+@scaled_mm_on_cpu
 @pytest.mark.parametrize("a_dtype", KINDS)
 @pytest.mark.parametrize("b_dtype", KINDS)
 @pytest.mark.parametrize(

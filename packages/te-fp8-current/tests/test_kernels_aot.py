@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from te_proto.testing import AotReport, aot_report
+from te_proto.testing import AotReport, aot_report, crowded_by
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
@@ -61,7 +61,9 @@ def compiled(
 @pytest.mark.parametrize(
     ("x", "noop"), [("float32", None), ("bfloat16", "*fp32"), ("float16", None)]
 )
-def test_amax(target: str, x: str, noop: str | None) -> None:
+def test_amax(target: str, x: str, noop: str | None, request: pytest.FixtureRequest) -> None:
+    if x == "float32" and target != "sm_80":
+        request.applymarker(crowded_by("3.8"))
     report = compiled(
         amax.amax_kernel,
         target,
@@ -70,7 +72,8 @@ def test_amax(target: str, x: str, noop: str | None) -> None:
     )
     check(report)
     # one update of memory a program, of integers: any order gives the same maximum
-    assert re.findall(r"\b(?:atom|red)\.\S+", report.ptx) == ["atom.global.gpu.relaxed.max.s32"]
+    (update,) = re.findall(r"\b(?:atom|red)\.(\S+)", report.ptx)
+    assert update == "global.gpu.relaxed.max.s32"
 
 
 QUANTIZE = [

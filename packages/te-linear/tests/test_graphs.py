@@ -12,7 +12,7 @@ from linear_toy import RECIPE, ToyQuantizer
 from torch import Tensor
 
 from te_linear import Linear, LinearConfig, linear
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +91,7 @@ OPTIONS = [
 ]
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("mode", ["traced", "opaque"])
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda f: f.__name__)
 def test_option_is_one_graph_with_the_bytes_of_eager_code(option: Any, mode: str) -> None:
@@ -114,6 +115,7 @@ def test_option_is_one_graph_with_the_bytes_of_eager_code(option: Any, mode: str
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("mode", ["traced", "opaque"])
 def test_layers_one_after_the_other_are_one_graph(mode: str) -> None:
     torch.manual_seed(0)
@@ -134,3 +136,20 @@ def test_layers_one_after_the_other_are_one_graph(mode: str) -> None:
                 assert b is not None
                 assert_same_bits(a, b)
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("cache_weight", [False, True], ids=["fresh", "cached"])
+@pytest.mark.parametrize("mode", ["traced", "opaque"])
+def test_where_graphs_may_break_every_torch_compiles_a_model(mode: str, cache_weight: bool) -> None:
+    # torch 2.11 has no graph of the layer, and compiles around it
+    layer = Linear(K, N, recipe=RECIPE, mode=mode, cache_weight=cache_weight)
+    model = torch.nn.Sequential(torch.nn.ReLU(), layer, torch.nn.ReLU())
+    x = torch.randn(32, K, generator=torch.Generator().manual_seed(1))
+    with count_compiles():
+        found = torch.compile(model, backend="aot_eager")(x)
+    found.sum().backward()
+    grad, layer.weight.grad = layer.weight.grad, None
+    expected = model(x)
+    expected.sum().backward()
+    assert_same_bits(found.detach(), expected.detach())
+    assert_same_bits(grad, layer.weight.grad)

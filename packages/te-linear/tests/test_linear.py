@@ -13,7 +13,7 @@ from linear_toy import RECIPE, ToyQuantizer
 from te_linear import Linear, LinearConfig, linear, plan_linear
 from te_proto import TensorProto, to_tensor_proto
 from te_proto.errors import ShapeError, UnknownFormatError
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,6 +229,7 @@ def step(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     return y.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()
 
 
+@new_quantizer_in_graph
 def test_one_graph_for_every_row_count_forward_and_backward() -> None:
     layer = Linear(64, 96, recipe=RECIPE)
     rows = (32, 64, 96, 160)
@@ -246,6 +247,7 @@ def test_one_graph_for_every_row_count_forward_and_backward() -> None:
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
 
 
+@new_quantizer_in_graph
 def test_a_shape_error_reads_the_same_under_compile() -> None:
     quantizer = ToyQuantizer(multiple=16)
     config = LinearConfig(input=quantizer, weight=quantizer, grad_output=quantizer)

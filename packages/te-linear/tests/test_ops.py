@@ -24,7 +24,7 @@ from te_linear import Linear, LinearConfig, execute, linear, ops, plan_linear
 from te_linear.execute import Draws, execute_backward, execute_forward
 from te_proto import TensorProto, to_tensor_proto
 from te_proto.quantizer import Quantizer
-from te_proto.testing import assert_same_bits, check_op, count_compiles
+from te_proto.testing import assert_same_bits, check_op, count_compiles, new_quantizer_in_graph
 
 CONFIG = LinearConfig.from_recipe(RECIPE)
 PLAIN = (None, None, None, None, None)  # anchors, seeds and offsets
@@ -40,12 +40,14 @@ def settings(config: LinearConfig = CONFIG) -> tuple[Any, ...]:
     return ops._settings(config)
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("flags", [(True, True, True), (True, False, True), (False, True, False)])
 def test_forward_op_does_what_it_says(flags: tuple[bool, ...]) -> None:
     x, w, b = (t.requires_grad_(f) for t, f in zip(operands(), flags, strict=True))
     check_op(ops.forward_op, x, w, b, None, *PLAIN, *flags, None, *settings())
 
 
+@new_quantizer_in_graph
 def test_forward_op_takes_quantized_operands() -> None:
     x, w, b = operands()
     qx, qw = CONFIG.input.quantize(x), CONFIG.weight.quantize(w)
@@ -54,6 +56,7 @@ def test_forward_op_takes_quantized_operands() -> None:
     check_op(ops.forward_op, qx, qw, b, None, *PLAIN, *flags, None, *settings())
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("flags", FLAGS[1:], ids=str)
 def test_backward_op_does_what_it_says(flags: tuple[bool, bool, bool]) -> None:
     given = [t.requires_grad_(f) for t, f in zip(operands(), flags, strict=True)]
@@ -124,6 +127,7 @@ def test_plain_checkpointing(reentrant: bool) -> None:
 # -- graphs ---------------------------------------------------------------------------------------
 
 
+@new_quantizer_in_graph
 def test_graph_holds_the_layer_as_one_op_for_every_row_count() -> None:
     torch.manual_seed(0)
     layer = Linear(64, 96, recipe=RECIPE, mode="opaque")
@@ -144,6 +148,7 @@ def test_graph_holds_the_layer_as_one_op_for_every_row_count() -> None:
     assert not [t for t in targets if "mm" in t or "amax" in t]
 
 
+@new_quantizer_in_graph
 def test_compiled_step_is_one_graph_and_has_the_gradients_of_the_eager_one() -> None:
     torch.manual_seed(0)
     layer = Linear(64, 96, recipe=RECIPE, mode="opaque")

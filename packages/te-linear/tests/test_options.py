@@ -15,7 +15,7 @@ from te_linear import Linear, LinearConfig, linear, plan_linear, quantize_weight
 from te_proto import QuantizedTensor, to_tensor_proto
 from te_proto.errors import ShapeError, UsageError
 from te_proto.storage import QuantizedStorage
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,6 +253,7 @@ def test_cached_weight_must_stand_for_the_weight(mode: str) -> None:
         linear(x, w, config=CONFIG, cached_weight=w, mode=mode)
 
 
+@new_quantizer_in_graph
 def test_cache_is_written_in_one_graph(mode: str) -> None:
     # TransformerEngine#2119: a graph that runs again ignored the flag
     layer, eager = cached(mode), cached(mode)
@@ -273,6 +274,7 @@ def test_cache_is_written_in_one_graph(mode: str) -> None:
     assert (counted.graphs, counted.breaks, counted.recompiles) == (1, 0, 0)
 
 
+@new_quantizer_in_graph
 def test_train_eval_train_recompiles_once(mode: str) -> None:
     layer = cached(mode)
     with count_compiles() as counted:

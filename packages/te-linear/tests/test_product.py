@@ -15,7 +15,12 @@ from torch.nn.functional import ScalingType
 from te_linear import LinearConfig, linear, product
 from te_linear.product import matmul
 from te_proto.gemm import GemmOperand
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import (
+    assert_same_bits,
+    count_compiles,
+    new_quantizer_in_graph,
+    scaled_mm_on_cpu,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = [(32, 48, 64), (5, 16, 32), (33, 24, 40), (1, 3, 7), (0, 16, 32), (8, 16, 0), (8, 0, 16)]
@@ -64,10 +69,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     return seen
 
 
+@scaled_mm_on_cpu
 def test_this_torch_has_the_product_on_cpu() -> None:
     assert product._ON_CPU
 
 
+@scaled_mm_on_cpu
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 @pytest.mark.parametrize(("a_dtype", "b_dtype"), list(itertools.product((E4M3, E5M2), repeat=2)))
 @pytest.mark.parametrize("columnwise", list(itertools.product((False, True), repeat=2)), ids=str)
@@ -230,6 +237,7 @@ def test_cuda_gives_the_product(m: int, n: int, k: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
+@new_quantizer_in_graph
 def test_a_quantized_weight_is_an_input_of_one_graph() -> None:
     config = LinearConfig.from_recipe(RECIPE)
     weight = torch.nn.Parameter(config.weight.quantize(torch.randn(24, 64)))

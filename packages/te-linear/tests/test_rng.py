@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from te_linear import Linear, LinearConfig, linear, plan_linear
 from te_linear.rng import draw_rng
 from te_proto import Recipe, TensorProto, to_tensor_proto
-from te_proto.testing import assert_same_bits, count_compiles
+from te_proto.testing import assert_same_bits, count_compiles, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,6 +156,7 @@ def test_draws_differ_and_take_all_of_63_bits() -> None:
     assert drawn.max() > 2**61
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_steps_draw_what_eager_steps_draw_and_each_anew(backend: str) -> None:
     torch.manual_seed(0)

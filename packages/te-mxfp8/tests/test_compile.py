@@ -128,6 +128,3 @@ def test_ops_of_the_kernels_are_one_graph() -> None:
             x = hostile((m, 64), seed=m)
             assert_same_bits(run(x), quantizer.quantize(x).dequantize(torch.float32))
     assert (counts.graphs, counts.breaks, counts.recompiles) == (1, 0, 0)
-
-
-# -- what is guarded ------------------------------------------------------------------------------

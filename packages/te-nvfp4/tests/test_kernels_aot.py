@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from te_nvfp4 import NVFP4Quantizer
-from te_proto.testing import AotReport, aot_report
+from te_proto.testing import AotReport, aot_report, crowded_by
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
@@ -115,7 +115,9 @@ QUANTIZE = {
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", QUANTIZE)
-def test_quantize(target: str, name: str) -> None:
+def test_quantize(target: str, name: str, request: pytest.FixtureRequest) -> None:
+    if name == "4over6-2d" or (name, target) == ("row-scaled", "sm_90"):
+        request.applymarker(crowded_by("3.6"))
     options = QUANTIZE[name]
     report = quantize_report(target, options, noop=name == "both")
     check(report, 168 if name == "4over6-2d" else MAX_REGISTERS)

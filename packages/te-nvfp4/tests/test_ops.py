@@ -246,4 +246,6 @@ def test_everything_but_the_kernels_works_without_triton() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "triton", "")
+    # torch built for CUDA says so
+    said = [line for line in done.stderr.splitlines() if "triton not found" not in line]
+    assert (done.returncode, done.stdout.strip(), said) == (0, "triton", [])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_nvfp4 import NVFP4Quantizer, layout
 from te_proto.numerics import slabs, swizzle, unpack_e2m1, unswizzle
-from te_proto.testing import assert_same_bits, count_compiles, hostile
+from te_proto.testing import assert_same_bits, count_compiles, hostile, new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,6 +192,7 @@ COMPILED = [
 ]
 
 
+@new_quantizer_in_graph
 @pytest.mark.parametrize(("backend", "x_dtype", "fields"), COMPILED)
 def test_compiled_equals_eager_in_one_graph(
     backend: str, x_dtype: torch.dtype, fields: dict[str, Any]

@@ -21,7 +21,7 @@ from te_proto import (
     to_tensor_proto,
 )
 from te_proto.errors import FallbackError
-from te_proto.testing import count_compiles
+from te_proto.testing import count_compiles, new_quantizer_in_graph
 
 Q = ToyQuantizer()
 ROW = Q.with_usage(columnwise=False)
@@ -99,7 +99,18 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("fn", MADE.values(), ids=MADE)
+OF_A_NEW_QUANTIZER = ("storage-with_usage", "proto-of-quantized")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(
+            fn, id=name, marks=new_quantizer_in_graph if name in OF_A_NEW_QUANTIZER else ()
+        )
+        for name, fn in MADE.items()
+    ],
+)
 def test_made_in_the_graph_is_one_graph_and_equals_eager(fn: Any) -> None:
     run(fn, plain)
 
@@ -359,6 +370,7 @@ class Lazy(torch.nn.Module):
         return self.quantizer.quantize(x).dequantize()
 
 
+@new_quantizer_in_graph
 def test_lazily_made_quantizer_survives_train_eval_train() -> None:
     # pytorch#187041: after a recompilation the attribute was None
     module = Lazy()
@@ -431,6 +443,7 @@ for fn in (by_input, by_op):
 """
 
 
+@new_quantizer_in_graph
 def test_disk_caches_tell_quantizers_of_one_class_apart(
     fresh: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from te_proto import BufferSpec, QuantizedStorage
 from te_proto.errors import UsageError
 from te_proto.storage import InnerTensor
-from te_proto.testing import count_compiles
+from te_proto.testing import count_compiles, new_quantizer_in_graph
 
 Q = ToyQuantizer()
 INTERNAL = Q.replace(internal=True)
@@ -138,6 +138,7 @@ def test_op_is_one_graph_for_every_size(q: Any) -> None:
     counted(lambda x: quantize(x, q), lambda m: (values(m, 8),))
 
 
+@new_quantizer_in_graph
 def test_every_kind_of_argument_compiles_for_every_size() -> None:
     # TransformerEngine#3053: sizes of the graph among them, which have no hash
     def fn(x: Tensor) -> Any:

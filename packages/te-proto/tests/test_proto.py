@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from te_proto import BufferSpec, Quantizer, TensorProto, eval_proto, to_tensor_proto
 from te_proto.errors import DeviceError, LayoutError, ShapeError, UsageError
-from te_proto.testing import assert_same_metadata, count_compiles
+from te_proto.testing import assert_same_metadata, count_compiles, new_quantizer_in_graph
 
 USAGES = [(True, True), (True, False), (False, True)]
 QUANTIZERS = {
@@ -151,6 +151,7 @@ def test_created_tensor_can_be_quantized_into() -> None:
         assert codes_of(made) == codes_of(q.quantize(values(8, 8)))
 
 
+@new_quantizer_in_graph
 def test_a_leaf_that_requires_grad_cannot_be_made_in_a_graph_and_the_error_says_so() -> None:
     compiled = torch.compile(
         lambda x: proto(x.shape, ToyQuantizer(), requires_grad=True).create_tensor(),
@@ -196,6 +197,7 @@ def test_nbytes_counts_every_buffer(q: Any, nbytes: int) -> None:
     assert proto((8, 12), q, dtype=torch.bfloat16).nbytes == nbytes
 
 
+@new_quantizer_in_graph
 def test_sizes_may_be_symbolic() -> None:
     def sizes(x: torch.Tensor) -> torch.Tensor:
         p = to_tensor_proto(ToyQuantizer().quantize(x))

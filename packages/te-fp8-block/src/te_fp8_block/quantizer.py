@@ -96,7 +96,7 @@ class Float8BlockQuantizer(Quantizer):
     ) -> None:
         """Quantize ``x`` into ``out``, with the kernel where it runs."""
         if not ops.quantize_into(x, self, out, noop):
-            super().quantize_into_impl(x, out, noop)
+            self.copy_quantized(x, out, noop)
 
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype

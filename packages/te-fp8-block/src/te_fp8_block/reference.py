@@ -12,11 +12,11 @@ import math
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from te_fp8_block.layout import BLOCK, SCALE_MULTIPLE, matrix_shape, transposed
 from te_proto.blocks import round_up
+from te_proto.graphs import is_compiling
 from te_proto.numerics import (
     decode,
     element_format,

@@ -12,9 +12,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch.compiler import is_compiling
 
 from te_fp8_current.layout import matrix_shape, transpose_shape
+from te_proto.graphs import is_compiling
 from te_proto.numerics import (
     decode,
     element_format,

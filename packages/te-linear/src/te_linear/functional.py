@@ -12,6 +12,7 @@ from te_linear.execute import Draws, Saved, draw, execute_backward, execute_forw
 from te_linear.plan import LinearPlan, plan_linear, weight_quantizer
 from te_linear.rng import draw_rng
 from te_proto.errors import UsageError
+from te_proto.graphs import uses_new_quantizers
 from te_proto.proto import to_tensor_proto
 from te_proto.storage import prepare_for_saving, restore_from_saved
 
@@ -49,6 +50,7 @@ class _Linear(torch.autograd.Function):
         return (*execute_backward(ctx.plan, saved, grad_output), None, None, None, None, None)
 
 
+@uses_new_quantizers
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -150,6 +152,7 @@ def check_mode(mode: str) -> str:
     return mode
 
 
+@uses_new_quantizers
 def quantize_weight(
     weight: Tensor,
     config: LinearConfig,

@@ -181,8 +181,8 @@ class NVFP4Quantizer(Quantizer):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _check_input(self, x: Tensor) -> None:
-        super()._check_input(x)
+    def check_input(self, x: Tensor) -> None:
+        """Raise if the options do not go with the planes that are on, or with the dtype."""
         both = self.rowwise and self.columnwise
         if self.nvfp4_use_4over6 and self.with_2d_quantization and not self.rowwise:
             self._refuse_planes("nvfp4_use_4over6 with with_2d_quantization", "rowwise", "on")
@@ -223,7 +223,7 @@ class NVFP4Quantizer(Quantizer):
             if noop is not None and self.with_amax_reduction:
                 # who skips takes part in the reduction, and counts for nothing
                 x = x.masked_fill(noop.reshape(()) == 1.0, 0.0)
-            super().quantize_into_impl(x, out, noop, **call)
+            self.copy_quantized(x, out, noop, **call)
 
     def dequantize_impl(
         self, inner: dict[str, Tensor], shape: Sequence[int], dtype: torch.dtype

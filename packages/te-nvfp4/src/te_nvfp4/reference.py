@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from te_nvfp4 import hadamard
@@ -32,6 +31,7 @@ from te_nvfp4.rounding import (
 )
 from te_nvfp4.scales import block_scales, fill, tensor_scales
 from te_proto.blocks import matrix_shape
+from te_proto.graphs import is_compiling
 from te_proto.numerics import (
     E2M1_MAX,
     cut,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
+from te_proto.graphs import is_compiling
 from te_proto.numerics import E2M1, decode_e2m1, e2m1_with_sign, materialize, pack_e2m1, unpack_e2m1
 
 

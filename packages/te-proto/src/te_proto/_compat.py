@@ -45,7 +45,49 @@ else:
 
     _VALUE = "constant"
 
-__all__ = ["OpaqueBase", "check_torch", "get_opaque_type_name", "register_value_type"]
+TRACES_NEW_QUANTIZERS = _TORCH >= (2, 12)
+"""Whether a graph sees through the methods of a quantizer that is made inside it.
+
+2.11 calls them as opaque ops, and fails. Delete, with what asks for it, when 2.11 is no longer
+supported.
+"""
+
+TRACES_SUPER = _TORCH >= (2, 12)
+"""Whether a traced method of a quantizer may call ``super()``. Delete as the one above."""
+
+HAS_SCALED_MM_ON_CPU = _TORCH >= (2, 12)
+"""Whether ``scaled_mm`` runs on a CPU. Delete when 2.11 is no longer supported."""
+
+if TYPE_CHECKING or _TORCH >= (2, 12):
+    FAKE_VALUES: tuple[type[Any], ...] = ()
+else:
+    # what 2.11 shows traced code in place of an opaque value; delete when it is not supported
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    FAKE_VALUES = (FakeScriptObject,)
+
+if TYPE_CHECKING or _TORCH >= (2, 13):
+    from torch.compiler import is_compiling
+else:
+    # what is run on fakes while a graph is made is not told so; delete when 2.12 is not supported
+    from torch._guards import TracingContext
+
+    def is_compiling() -> bool:
+        """Return whether a graph is being made."""
+        return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+__all__ = [
+    "FAKE_VALUES",
+    "HAS_SCALED_MM_ON_CPU",
+    "TRACES_NEW_QUANTIZERS",
+    "TRACES_SUPER",
+    "OpaqueBase",
+    "check_torch",
+    "get_opaque_type_name",
+    "is_compiling",
+    "register_value_type",
+]
 
 
 def register_value_type(cls: type[Any], *, real: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed._functional_collectives  # registers the ops used below
 
+from te_proto._compat import is_compiling
 from te_proto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def all_reduce_max(x: Tensor, group: str) -> Tensor:
     Raises:
         UsageError: no group of that name is registered in this process.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _check_group(group)
     ops = torch.ops._c10d_functional
     out: Tensor = ops.wait_tensor(ops.all_reduce(x, "max", group))

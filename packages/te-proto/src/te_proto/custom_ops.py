@@ -19,7 +19,13 @@ from torch import Tensor
 
 from te_proto._check import check_results, each
 from te_proto._classes import source_name
-from te_proto._compat import OpaqueBase, get_opaque_type_name, register_value_type
+from te_proto._compat import (
+    FAKE_VALUES,
+    OpaqueBase,
+    get_opaque_type_name,
+    is_compiling,
+    register_value_type,
+)
 from te_proto.errors import UsageError
 from te_proto.proto import to_tensor_proto
 from te_proto.quantizer import Quantizer
@@ -317,10 +323,10 @@ def _flatten(
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("plain",)
-    if isinstance(value, float) and torch.compiler.is_compiling():
+    if isinstance(value, float) and is_compiling():
         # dynamo may take it for a symbol, which this way of copying it makes a constant
         value = float.fromhex(value.hex())
-    if isinstance(value, (Quantizer, *_CONSTANTS)):
+    if isinstance(value, (Quantizer, *FAKE_VALUES, *_CONSTANTS)):
         return ("const", value)
     if isinstance(value, (int, torch.SymInt)):
         sizes.append(value)

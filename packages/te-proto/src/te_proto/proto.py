@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import Self
 
+from te_proto._compat import is_compiling
 from te_proto.errors import DeviceError, LayoutError, UsageError
 from te_proto.layout import BufferSpec
 from te_proto.storage import FlattenContext, QuantizedStorage
@@ -95,7 +96,7 @@ class TensorProto:
             LayoutError: there are more or fewer than the prototype has, or they have another
                 layout.
         """
-        if self.requires_grad and torch.compiler.is_compiling():
+        if self.requires_grad and is_compiling():
             # torch itself would return the tensor without the flag and say nothing
             msg = (
                 f"a leaf that requires grad, of shape {self.shape}, cannot be made in a compiled "
@@ -121,7 +122,7 @@ class TensorProto:
         )
 
     def _check_plain(self, data: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         if (tuple(data.shape), data.dtype) != (self.shape, self.dtype) or not data.is_contiguous():
             msg = (

@@ -17,7 +17,7 @@ from typing_extensions import Self, dataclass_transform
 
 from te_proto.__about__ import __version__
 from te_proto._classes import register_class, source_name
-from te_proto._compat import OpaqueBase, register_value_type
+from te_proto._compat import OpaqueBase, is_compiling, register_value_type
 from te_proto.errors import (
     DeviceError,
     DtypeError,
@@ -142,10 +142,26 @@ class Quantizer(OpaqueBase):
             noop: one float32 element; exactly 1.0 leaves every byte as it is.
             **call: its :meth:`call_arguments`.
         """
+        self.copy_quantized(x, out, noop, **call)
+
+    def copy_quantized(
+        self, x: Tensor, out: dict[str, Tensor], noop: Tensor | None, **call: Any
+    ) -> None:
+        """Quantize ``x`` and copy its buffers; what :meth:`quantize_into_impl` does by default.
+
+        An override calls it by this name: graphs of torch 2.11 know no ``super()`` of a quantizer.
+        """
         for name, made in self.quantize_impl(x, **call).items():
             if noop is not None:
                 made = torch.where(noop.reshape(()) == 1.0, out[name], made)
             out[name].copy_(made)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise if an option of the format refuses ``x``; a format may override.
+
+        Args:
+            x: plain; its shape and dtype were checked.
+        """
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -281,7 +297,7 @@ class Quantizer(OpaqueBase):
         call = self._check_call(group=group, rng=rng)
         with torch.no_grad():
             inner = self.quantize_impl(plain.detach(), **call)
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             # .data is no view: a graph that takes one as input is guarded on sizes of its base
             inner = {name: tensor.data for name, tensor in inner.items()}
         out = self.create_metadata(plain.dtype).build(inner, plain.shape)
@@ -382,6 +398,7 @@ class Quantizer(OpaqueBase):
             )
             raise UsageError(msg)
         self.check_shape(x.shape)
+        self.check_input(x)
 
 
 def _define(cls: type[Any]) -> None:

@@ -14,6 +14,7 @@ from te_proto._classes import class_id as class_id
 from te_proto._classes import find_class as find_class
 from te_proto._classes import register_class as register_class
 from te_proto._classes import source_name as source_name
+from te_proto._compat import is_compiling
 from te_proto._rebuild import rebuild
 from te_proto.errors import ShapeError, UsageError
 from te_proto.layout import check_layout
@@ -137,7 +138,7 @@ class QuantizedStorage:
         self._set(inner, quantizer)
 
     def _set(self, inner: Mapping[str, Tensor], quantizer: Quantizer) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             check_layout(inner, quantizer, self.shape)
         for name in self.inner_names:
             setattr(self, name, inner.get(name))
@@ -198,7 +199,7 @@ class QuantizedStorage:
         Raises:
             UsageError: a plane is asked for that is not held and cannot be derived.
         """
-        if is_torch_tensor(self) and torch.compiler.is_compiling():
+        if is_torch_tensor(self) and is_compiling():
             msg = (
                 f"{self.quantizer.format_name}: a compiled graph cannot see a plane dropped in "
                 "place; use with_usage()"

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from te_proto._classes import class_id
+from te_proto._compat import is_compiling
 from te_proto._ops import handlers
 from te_proto.errors import DtypeError, FallbackError, ShapeError
 from te_proto.layout import check_layout
@@ -104,11 +105,11 @@ class QuantizedTensor(QuantizedStorage, Tensor):
         device: torch.device | None = None,
     ) -> Self:
         """Make the tensor that torch sees around the inner tensors."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             check_layout(inner, quantizer, shape)
         self: Self = Tensor._make_wrapper_subclass(
             cls,
-            torch.Size(shape) if not torch.compiler.is_compiling() else shape,
+            torch.Size(shape) if not is_compiling() else shape,
             dtype=dtype,
             device=device_of(inner, device),
             requires_grad=requires_grad,

@@ -14,8 +14,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
+from te_proto._compat import is_compiling
 from te_proto.errors import DtypeError, QuantizerError, ShapeError
 from te_proto.numerics.formats import E2M1, E4M3, E5M2, ElementFormat
 from te_proto.numerics.loops import on_avx512, single_vectors

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+
+from te_proto._compat import is_compiling
 
 _AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 

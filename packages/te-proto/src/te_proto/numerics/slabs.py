@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+
+from te_proto._compat import is_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
+from te_proto._compat import is_compiling
 from te_proto.blocks import TILE_INNER, TILE_OUTER, round_up
 
 

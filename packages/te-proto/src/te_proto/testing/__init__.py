@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from te_proto.testing.op_check import check_op
     from te_proto.testing.poison import poisoned_allocations
     from te_proto.testing.ranks import run_ranks
+    from te_proto.testing.versions import (
+        crowded_by,
+        new_quantizer_in_graph,
+        scaled_mm_on_cpu,
+        super_in_graph,
+    )
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -45,10 +51,14 @@ else:
             "check_op": "op_check",
             "count_compiles": "compiles",
             "cpu_launches_interpreted": "interpreter",
+            "crowded_by": "versions",
             "hostile": "compare",
             "load_golden": "golden",
+            "new_quantizer_in_graph": "versions",
             "poisoned_allocations": "poison",
             "run_ranks": "ranks",
+            "scaled_mm_on_cpu": "versions",
+            "super_in_graph": "versions",
         },
     )
 
@@ -64,8 +74,12 @@ __all__ = [
     "check_op",
     "count_compiles",
     "cpu_launches_interpreted",
+    "crowded_by",
     "hostile",
     "load_golden",
+    "new_quantizer_in_graph",
     "poisoned_allocations",
     "run_ranks",
+    "scaled_mm_on_cpu",
+    "super_in_graph",
 ]

@@ -25,6 +25,7 @@ from te_proto.testing.conformance.base import Case, Kit, call_arguments
 from te_proto.testing.conformance.draws import cases
 from te_proto.testing.facts import assert_same_bytes, assert_same_facts
 from te_proto.testing.poison import poisoned_allocations
+from te_proto.testing.versions import new_quantizer_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -268,6 +269,7 @@ class CompileConformance(Kit):
                 assert_same_bytes(run(x, rng), holder(x, rng), what)
                 assert counts.graphs == graphs, f"{what}: {counts}"
 
+    @new_quantizer_in_graph
     def test_quantizer_made_inside_the_graph_outlives_train_and_eval(self) -> None:
         """Stored on a module by a traced forward: pytorch/pytorch#187041.
 
