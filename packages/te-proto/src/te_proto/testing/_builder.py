@@ -240,7 +240,9 @@ class ExactBuilder(stock.InterpreterBuilder):
 
     def resolve(self, ptrs: Any, mask: Any, what: str) -> tuple[Any, Any]:
         """Return ``ptrs`` without tags and ``mask`` as a handle, or raise OutOfBoundsError."""
-        mask = mask if isinstance(mask, Handle) else Handle(np.asarray(mask), tl.int1)
+        # triton 3.9 takes nothing but bool, and where & had a scalar it is none
+        held = mask.data if isinstance(mask, Handle) else mask
+        mask = Handle(np.asarray(held).astype(np.bool_), tl.int1)
         live = np.broadcast_to(mask.data, ptrs.data.shape)
         tags = ptrs.data >> np.uint64(ADDRESS_BITS)
         address = ptrs.data & np.uint64((1 << ADDRESS_BITS) - 1)
