@@ -120,13 +120,29 @@ def matrix(session: nox.Session, torch: str) -> None:
     _pytest(session, "tests-integration")
 
 
+def _kits() -> list[str]:
+    files = [f"{project.path}/tests/test_conformance.py" for project in TESTED]
+    return [file for file in files if Path(file).exists()]
+
+
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Look further than the tests do for what breaks a format; takes an hour, or pass -k."""
     install(session, TORCH, TRITON, *PYTEST, editable=TESTED)
-    found = [f"{project.path}/tests/test_conformance.py" for project in TESTED]
-    files = [path for path in found if Path(path).exists()]
-    _pytest(session, "--te-profile=long", *files)
+    _pytest(session, "--te-profile=long", *_kits())
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Count the lines of te-proto and of each format that the conformance kit alone runs."""
+    install(session, TORCH, TRITON, *PYTEST, "coverage==7.17.5", editable=TESTED)
+    session.run("coverage", "erase")
+    for file in _kits():  # one at a time: a worker keeps what dynamo has compiled
+        session.run("coverage", "run", "-m", "pytest", "-n", "2", file, env=ENV)
+    session.run("coverage", "combine", "--quiet")
+    for file in _kits():
+        module = Path(file).parents[1] / "src/*/*"
+        session.run("coverage", "report", f"--include=*/{module}", "--fail-under=95")
 
 
 @nox.session
