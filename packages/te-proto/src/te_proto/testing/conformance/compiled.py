@@ -118,6 +118,7 @@ class CompileConformance(Kit):
                     assert_same_facts(run(x), case.proto().create_tensor(), what)
             _assert_counts(counts, f"dynamic={dynamic}: {first}: create_tensor()")
 
+    @new_quantizer_in_graph
     def test_custom_op_is_one_dynamic_graph(self) -> None:
         """What describes its results is made of sizes in the graph: NVIDIA/TransformerEngine#3053.
 
