@@ -106,5 +106,8 @@ def register_value_type(cls: type[Any], *, real: tuple[str, ...]) -> None:
         # Delete when 2.11 is no longer supported.
         methods = (name for name in dir(cls) if callable(getattr(cls, name)) and name[:2] != "__")
         members.update({name: MemberType.INLINED for name in methods if name not in members})
+    if _TORCH < (2, 13):
+        # else a quantizer made inside a graph equals none that comes from outside. Delete when 2.12
+        # is no longer supported.
         members.update(__eq__=MemberType.USE_REAL, __ne__=MemberType.USE_REAL)
     _register(cls, typ=_VALUE, members=members)
