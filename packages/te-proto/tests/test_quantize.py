@@ -145,7 +145,7 @@ def test_quantize_for_no_usage_is_refused() -> None:
         ToyQuantizer(rowwise=False, columnwise=False).quantize(values(4, 8))
 
 
-@pytest.mark.parametrize("dtype", te_proto.quantizer.INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", te_proto.layout.INPUT_DTYPES, ids=str)
 def test_nominal_dtype_is_the_inputs(dtype: torch.dtype) -> None:
     x = values(4, 8, dtype=dtype)
     q = ToyQuantizer().quantize(x)

@@ -19,7 +19,7 @@ from te_fp8_block.layout import BLOCK, matrix_shape, transposed
 from te_fp8_block.reference import block_of, columnwise_scale, compact_scale, store_scale
 from te_proto.errors import ShapeError, UsageError
 from te_proto.gemm import GemmOperand
-from te_proto.numerics import element_format
+from te_proto.numerics import as_float8
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
@@ -172,9 +172,7 @@ class Float8BlockwiseStorage(QuantizedStorage):
             return None
         m, k = matrix_shape(self.shape)
         rows, summed = (k, m) if columnwise else (m, k)
-        kind = element_format(self.quantizer.dtype).torch_dtype
-        assert kind is not None  # check_options allows eight-bit formats alone
-        codes = data.reshape(rows, summed).view(getattr(torch, kind))
+        codes = as_float8(data.reshape(rows, summed), self.quantizer.dtype)
         if self._two_d:
             return GemmOperand(codes, scale, ScalingType.BlockWise128x128)
         return GemmOperand(codes, scale.narrow(1, 0, rows).t(), ScalingType.BlockWise1x128)

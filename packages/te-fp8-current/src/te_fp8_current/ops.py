@@ -71,11 +71,10 @@ def dequantize(
         UsageError: no codes are held.
     """
     plain, moved = storage.fp8_data, storage.data_transpose
-    if plain is None and moved is None:
+    codes = moved if plain is None else plain
+    if codes is None:
         msg = "fp8_current: the tensor holds no codes, so there is nothing to dequantize"
         raise UsageError(msg)
-    codes = moved if plain is None else plain
-    assert codes is not None
     if _runs_kernels(codes):
         out: Tensor = dequantize_op(storage, dtype)
         return out

@@ -14,7 +14,7 @@ import torch
 from te_fp8_current.layout import matrix_shape, transpose_shape
 from te_fp8_current.reference import move_front_to_last, move_last_to_front
 from te_proto.gemm import GemmOperand
-from te_proto.numerics import element_format
+from te_proto.numerics import as_float8
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
@@ -56,19 +56,17 @@ class Float8Storage(QuantizedStorage):
         Where that usage has no buffer of its own it is a transposed view of the other's.
         """
         m, k = matrix_shape(self.shape)
-        plain, moved = self.fp8_data, self.data_transpose
-        if plain is None and moved is None:
+        plain, moved, scale = self.fp8_data, self.data_transpose, self.fp8_scale_inv
+        if scale is None:
             return None
         if moved is not None and (columnwise or plain is None):
             codes, is_moved = moved.reshape(k, m), True
-        else:
-            assert plain is not None  # mypy does not see it
+        elif plain is not None:
             codes, is_moved = plain.reshape(m, k), False
-        kind = element_format(self.quantizer.dtype).torch_dtype
-        assert kind is not None  # check_options allows eight-bit formats alone
-        float8 = codes.view(getattr(torch, kind))
-        assert self.fp8_scale_inv is not None
-        return GemmOperand(float8 if is_moved == columnwise else float8.t(), self.fp8_scale_inv)
+        else:
+            return None
+        float8 = as_float8(codes, self.quantizer.dtype)
+        return GemmOperand(float8 if is_moved == columnwise else float8.t(), scale)
 
     def view_inner(self, shape: Sequence[int]) -> dict[str, Tensor]:
         """Return the inner tensors of a view, copies if a new last axis reorders the transpose."""

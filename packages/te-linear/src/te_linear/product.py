@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from te_proto.graphs import is_compiling
 from te_proto.numerics import swizzle
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _takes(a: GemmOperand, b: GemmOperand) -> bool:
     if pair == (_TENSOR, _TENSOR):
         return True
     # Inductor lowers other scalings to a product that wants other scales, or refuses them
-    return not torch.compiler.is_compiling() and _has_whole_blocks(a) and _has_whole_blocks(b)
+    return not is_compiling() and _has_whole_blocks(a) and _has_whole_blocks(b)
 
 
 def _has_whole_blocks(operand: GemmOperand) -> bool:

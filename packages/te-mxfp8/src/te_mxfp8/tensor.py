@@ -18,7 +18,7 @@ from te_mxfp8.reference import compact_scale, store_scale
 from te_proto.blocks import matrix_shape
 from te_proto.errors import ShapeError
 from te_proto.gemm import GemmOperand
-from te_proto.numerics import element_format
+from te_proto.numerics import as_float8
 from te_proto.storage import InnerTensor, QuantizedStorage
 from te_proto.tensor import QuantizedTensor
 
@@ -125,9 +125,7 @@ class MXFP8Storage(QuantizedStorage):
         scale = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
         if data is None or scale is None:
             return None
-        kind = element_format(self.quantizer.dtype).torch_dtype
-        assert kind is not None  # check_options allows eight-bit formats alone
-        codes = data.reshape(matrix_shape(self.shape)).view(getattr(torch, kind))
+        codes = as_float8(data.reshape(matrix_shape(self.shape)), self.quantizer.dtype)
         scale = scale.view(torch.float8_e8m0fnu)
         swizzled = self.quantizer.optimize_for_gemm
         if columnwise:

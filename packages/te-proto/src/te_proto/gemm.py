@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class GemmOperand(NamedTuple):
     """One operand of a scaled product, whatever the format.
 
-    Nothing is computed for it: it is what the tensor holds, seen as a matrix whose last axis is the
-    summed one. Element ``(i, j)`` is ``data[i, j] * scale[i // rows, j // columns]``, where a block
-    has the ``rows`` and ``columns`` that ``scaling`` names.
+    It is what the tensor holds, seen as a matrix whose last axis is the summed one; nothing but
+    ``factor`` is computed. Element ``(i, j)`` is ``data[i, j] * scale[i // rows, j // columns]``,
+    where a block has the ``rows`` and ``columns`` that ``scaling`` names.
 
     Attributes:
         data: ``[rows, summed]`` of a float8 dtype, or ``[rows, summed // 2]`` of

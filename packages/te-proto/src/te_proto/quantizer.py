@@ -16,17 +16,10 @@ import torch
 from typing_extensions import Self, dataclass_transform
 
 from te_proto.__about__ import __version__
+from te_proto._arguments import check_call, check_input, check_noop, check_out
 from te_proto._classes import register_class, source_name
 from te_proto._compat import OpaqueBase, is_compiling, register_value_type
-from te_proto.errors import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    QuantizerError,
-    ShapeError,
-    UsageError,
-)
-from te_proto.layout import INPUT_DTYPES
+from te_proto.errors import QuantizerError
 from te_proto.storage import FlattenContext, QuantizedStorage
 
 if TYPE_CHECKING:
@@ -293,8 +286,8 @@ class Quantizer(OpaqueBase):
                 quantizer that has no use for it, or not given to one that needs it.
         """
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
-        self._check_input(plain)
-        call = self._check_call(group=group, rng=rng)
+        check_input(self, plain)
+        call = check_call(self, group=group, rng=rng)
         with torch.no_grad():
             inner = self.quantize_impl(plain.detach(), **call)
         if not is_compiling():
@@ -331,31 +324,11 @@ class Quantizer(OpaqueBase):
             UsageError: ``out`` is a slice, whose buffers are copies.
         """
         plain = x.dequantize() if isinstance(x, QuantizedStorage) else x
-        self._check_input(plain)
-        theirs = getattr(out, "quantizer", None)
-        if theirs is None or theirs.replace(internal=self.internal) != self.at_rest():
-            msg = (
-                f"{self.format_name}: out must be described by {self}, "
-                f"got {theirs or type(out).__name__}; use its own quantizer, or quantize anew"
-            )
-            raise LayoutError(msg)
-        if plain.shape != out.shape:
-            msg = (
-                f"{self.format_name}: out must have the shape of x, {tuple(plain.shape)}, "
-                f"got {tuple(out.shape)}"
-            )
-            raise ShapeError(msg)
-        QuantizedStorage.check_writable(out)
+        check_input(self, plain)
+        check_out(self, plain, out)
         held = QuantizedStorage.inner_tensors(out)
-        if noop is not None and (
-            noop.dtype != torch.float32 or noop.numel() != 1 or noop.device != out.device
-        ):
-            msg = (
-                f"{self.format_name}: noop must be one float32 element on {out.device}, "
-                f"got {noop.dtype} of shape {tuple(noop.shape)} on {noop.device}"
-            )
-            raise DtypeError(msg) if noop.dtype != torch.float32 else DeviceError(msg)
-        call = self._check_call(group=group, rng=rng)
+        check_noop(self, noop, out.device)
+        call = check_call(self, group=group, rng=rng)
         with torch.no_grad():
             self.quantize_into_impl(plain.detach().to(out.device), held, noop, **call)
 
@@ -373,32 +346,6 @@ class Quantizer(OpaqueBase):
         turns them off: what is written into the tensor later comes without that group.
         """
         return self
-
-    def _check_call(self, **given: Any) -> dict[str, Any]:
-        needed = self.call_arguments()
-        for name, value in given.items():
-            if (value is not None) != (name in needed):
-                rule = "needs" if name in needed else "takes no"
-                msg = f"{self.format_name}: {self} {rule} {name} with the call, got {value}"
-                raise UsageError(msg)
-        return {name: given[name] for name in needed}
-
-    def _check_input(self, x: Tensor) -> None:
-        if x.dtype not in INPUT_DTYPES:
-            names = ", ".join(str(d)[6:] for d in INPUT_DTYPES)
-            msg = (
-                f"{self.format_name}: x must be one of {names}, got {str(x.dtype)[6:]}; "
-                "cast it first"
-            )
-            raise DtypeError(msg)
-        if not (self.rowwise or self.columnwise):
-            msg = (
-                f"{self.format_name}: neither rowwise nor columnwise is on; "
-                "turn one on with with_usage()"
-            )
-            raise UsageError(msg)
-        self.check_shape(x.shape)
-        self.check_input(x)
 
 
 def _define(cls: type[Any]) -> None:

@@ -8,6 +8,7 @@ in eager and compiled code. ``te_proto.numerics.device`` holds the same as Trito
 from __future__ import annotations
 
 from te_proto.numerics.elements import (
+    as_float8,
     decode,
     decode_e2m1,
     decode_e4m3,
@@ -49,6 +50,7 @@ __all__ = [
     "E5M2",
     "E5M2_MAX",
     "ElementFormat",
+    "as_float8",
     "cut",
     "decode",
     "decode_e2m1",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from te_proto._compat import is_compiling
 from te_proto.errors import DtypeError, QuantizerError, ShapeError
-from te_proto.numerics.formats import E2M1, E4M3, E5M2, ElementFormat
+from te_proto.numerics.formats import E2M1, E4M3, E5M2, ElementFormat, element_format
 from te_proto.numerics.loops import on_avx512, single_vectors
 from te_proto.numerics.slabs import is_plain_cpu
 
@@ -183,6 +183,11 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
         msg = "e2m1: packed must have at least 1 axis, got shape (); give it one of size 1"
         raise ShapeError(msg)
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def as_float8(codes: Tensor, name: str) -> Tensor:
+    """Return uint8 codes of ``"e4m3"`` or ``"e5m2"`` as torch's dtype of the same bits."""
+    return codes.view(_torch_dtype(element_format(name)))
 
 
 def magnitudes(x: Tensor) -> Tensor:

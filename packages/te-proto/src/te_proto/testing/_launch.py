@@ -70,11 +70,9 @@ class Launch:
         self._seen: set[int] = set()
 
     def __enter__(self) -> Launch:
-        try:
+        with self._undo:  # undone here if one fails
             self._patch()
-        except BaseException:
-            self._undo.close()
-            raise
+            self._undo = self._undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

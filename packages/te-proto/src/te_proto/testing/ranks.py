@@ -22,7 +22,7 @@ try:
     exec(program, given | {"group": dist.group.WORLD.group_name})
     dist.barrier()
     failed = 0
-except BaseException:
+except Exception:
     traceback.print_exc()
     failed = 1
 sys.stdout.flush()
