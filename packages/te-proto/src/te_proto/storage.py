@@ -148,13 +148,13 @@ class QuantizedStorage:
 
     def inner_tensors(self) -> dict[str, Tensor]:
         """Return the inner tensors that are present, in flatten order."""
+        held = {n: t for n, t in ((n, getattr(self, n)) for n in self.inner_names) if t is not None}
         if torch.compiler.is_dynamo_compiling() and is_torch_tensor(self):
             # by an op: dynamo takes the attribute of an input for an input of its own, and would
             # see no write into the one in the other
             whole = Tensor.detach(self)  # type: ignore[arg-type]  # see is_torch_tensor
-            names = self.quantizer.describe_buffers(self.shape)
-            return {n: torch.ops.te_proto.inner_tensor(whole, i) for i, n in enumerate(names)}
-        return {n: t for n, t in ((n, getattr(self, n)) for n in self.inner_names) if t is not None}
+            return {n: torch.ops.te_proto.inner_tensor(whole, i) for i, n in enumerate(held)}
+        return held
 
     def __tensor_flatten__(self) -> tuple[list[str], FlattenContext]:
         return list(self.inner_tensors()), FlattenContext(type(self), self.quantizer, self.dtype)
